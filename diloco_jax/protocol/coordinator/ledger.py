@@ -57,27 +57,10 @@ def merge(
     fragment: Fragment, merged: Sequence[Contribution], version: Version
 ) -> Fragment:
     """Return the fragment at the version into which these deltas are merged; recovery
-    applies it too. A delta of an incarnation that has ended does not count as
-    participation of the one that has begun since."""
+    applies it too."""
     before = merged_into(fragment)
-    for c in merged:
-        account = fragment.accounts[c.island]
-        if account.incarnation == c.incarnation:
-            # Booked already, but for a record that is read again after a crash.
-            account = account.lose(c.start - account.start, "overwritten")
-            account = replace(
-                account,
-                merges_in=account.merges_in + 1,
-                merges_alive=account.merges_alive + 1,
-                missed_merges=0,
-                start=max(account.start, c.end),
-                take=None,
-                told=Told(tick=c.tick, verdict="merged", reason=""),
-                last=c,
-                base_tokens=tokens_at(fragment, c.base, before),
-            )
-        account = replace(account, merged_tokens=account.merged_tokens + c.tokens)
-        fragment = with_account(fragment, c.island, account)
+    for contribution in merged:
+        fragment = book(fragment, contribution, before)
     return replace(
         fragment,
         version=version,
@@ -85,6 +68,31 @@ def merge(
         merging=(),
         merges=fragment.merges + 1,
     )
+
+
+def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
+    """Book one delta as merged. If its incarnation has ended and another has begun,
+    the delta does not count as participation of the new one.
+
+    merged: tokens of the fragment's version, which the merge leads on from.
+    """
+    c, account = contribution, fragment.accounts[contribution.island]
+    if account.incarnation == c.incarnation:
+        # Booked already, but for a record that is read again after a crash.
+        account = account.lose(c.start - account.start, "overwritten")
+        account = replace(
+            account,
+            merges_in=account.merges_in + 1,
+            merges_alive=account.merges_alive + 1,
+            missed_merges=0,
+            start=max(account.start, c.end),
+            take=None,
+            told=Told(tick=c.tick, verdict="merged", reason=""),
+            last=c,
+            base_tokens=tokens_at(fragment, c.base, merged),
+        )
+    account = replace(account, merged_tokens=account.merged_tokens + c.tokens)
+    return with_account(fragment, c.island, account)
 
 
 def newest(

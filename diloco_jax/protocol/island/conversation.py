@@ -388,8 +388,6 @@ class Fetching:
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
         self._under_way: set[int] = set()
-        self._behind = set(range(len(versions)))
-        """Fragments of which a newer version is wanted than the island has, or any."""
 
     @property
     def lacking(self) -> int:
@@ -405,7 +403,7 @@ class Fetching:
     def lags(self) -> bool:
         """True if a newer version is wanted than the island has, or any; its fetch may
         be under way."""
-        return bool(self._behind)
+        return bool(self._behind())
 
     def want(
         self, fragment: int, version: Version, sources: messages.Sources | None = None
@@ -413,7 +411,6 @@ class Fetching:
         """Note a published version; versions older than a known one are ignored."""
         if version >= self._wanted[fragment]:
             self._wanted[fragment] = version
-            self._compare(fragment)
             if sources is not None:
                 known = self._sources[fragment]
                 known[version] = sources
@@ -432,8 +429,9 @@ class Fetching:
         joined = self.joined
         lagging = [
             fragment
-            for fragment in self._behind - self._under_way
-            if fragment not in away and (joined or self._have[fragment] is None)
+            for fragment in self._behind()
+            if fragment not in {*self._under_way, *away}
+            and (joined or self._have[fragment] is None)
         ]
         limit = 1 if joined else JOIN_FETCHES
         if not lagging or len(self._under_way - away) >= limit:
@@ -455,7 +453,6 @@ class Fetching:
         self._have[fragment] = self._accepted[fragment] = version
         if known := self._sources[fragment]:
             self._sources[fragment] = {v: s for v, s in known.items() if v > version}
-        self._compare(fragment)
 
     def failed(self, fragment: int) -> None:
         """Note that a fetch brought nothing."""
@@ -466,7 +463,6 @@ class Fetching:
         fetch is in full."""
         self._under_way.discard(fragment)
         self._have[fragment] = None
-        self._compare(fragment)
 
     def disconnected(self) -> None:
         """Note that all fetches under way are lost."""
@@ -501,9 +497,8 @@ class Fetching:
         others = itertools.takewhile(lambda d: d.island != self._name, sources.donors)
         return tuple(d for d in others if self._rests.get(d.island, 0.0) <= now)
 
-    def _compare(self, fragment: int) -> None:
-        have = self._have[fragment]
-        if have is None or have < self._wanted[fragment]:
-            self._behind.add(fragment)
-        else:
-            self._behind.discard(fragment)
+    def _behind(self) -> list[int]:
+        """Return the fragments of which a newer version is wanted than the island has,
+        or any."""
+        both = enumerate(zip(self._have, self._wanted, strict=True))
+        return [f for f, (have, wanted) in both if have is None or have < wanted]
