@@ -2,10 +2,9 @@
 is known of the islands that offer theirs; and what is believed of them. `anchors.py`
 decides.
 
-Whom a coordinator without its state believes: of islands that offer anchors, the run of
-most, and claims that are not far above those of most. If two islands differ, nobody can
-tell which is wrong: it takes three to disbelieve one. After the state is lost, what
-islands heard becomes the run's, so a wrong claim would spoil it.
+Believed are, of islands that offer anchors, the run of most, and claims that are not
+far above those of most: after the state is lost, what islands heard becomes the run's.
+Of two that differ nobody can tell which is wrong: it takes three to disbelieve one.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """An island's conversation with the coordinator: messages in, decisions out.
 
-`receive` takes the coordinator's messages, `decide` turns them into the decision for
-the next step boundary, and `status` and `unsent` return the island's part. The state is
-bounded: one take request and one adoption per fragment, verdicts on outstanding takes,
-and records until the coordinator has them (while it is away, few new ones arise).
+The state is bounded: one take request and one adoption per fragment, verdicts on
+outstanding takes, and records until the coordinator has them (while it is away, few new
+ones arise).
 
-`Fetching` has the order of the fetches, and the version that each continues from. A
-join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fetches
-run one at a time, the fragment that lags most first. A fetch continues from the
-island's version, or is in full if the coordinator no longer keeps that chain. Every
-host fetches its part; `agreed` tells what became of the whole.
-
-In a region with others, an island has publishes one by one from their donors, and gives
-those whose donor it is itself. It has these first: islands that awaited each other's
+A join fetches every fragment in full, JOIN_FETCHES at a time. After it, fetches run one
+at a time, the fragment that lags most first, each from the island's version on, or in
+full if the coordinator no longer keeps that chain. Every host fetches its part. In a
+region with others (docs/design/regions.md), an island has publishes one by one from
+their donors, and those first that it gives itself: islands that awaited each other's
 publishes would wait in vain.
 """
 
