@@ -36,6 +36,7 @@ import ast
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ from diloco_jax.protocol.coordinator.islands import Islands
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import (
     Account,
+    Alert,
     Disconnected,
     Effect,
     Event,
@@ -517,6 +519,10 @@ def brought(effects: Sequence[Effect]) -> str:
                 said.append((f"resend {f}:", session.rstrip("0123456789")))
             case Tell(session=session, message=TakeVerdict(verdict=how, reason=why)):
                 said.append((f"{how} {why}".strip() + ":", session[:-1]))
+            case Tell(session=session, message=Published(verdict=told)):
+                if told is not None and told.verdict != "merged":
+                    what = f"publish {told.verdict} {told.reason}".strip()
+                    said.append((f"{what}:", session[:-1]))
             case Tell(session=session, message=MayLeave()):
                 said.append(("may leave:", session[:-1]))
             case Tell(session=session, message=Refused(code=code)):
@@ -528,6 +534,9 @@ def brought(effects: Sequence[Effect]) -> str:
                 said.append((f"drop {delta.fragment}:", delta.island))
             case Note(record=records.Skipped(fragment=f, why=why)):
                 said.append((f"skip {f}: ", why))
+            case Alert(text=text):
+                clause = re.split("[:;]", text)[0]
+                said.append((f"alert {textwrap.shorten(clause, 56)}", ""))
             case Persist(record=records.Finished()):
                 said.append(("finished", ""))
     grouped = itertools.groupby(said, key=lambda pair: pair[0])
@@ -535,8 +544,9 @@ def brought(effects: Sequence[Effect]) -> str:
 
 
 def scene(d: Driver, text: str) -> None:
-    """Play the lines of a scene. What one without an arrow brings is not looked at."""
-    for line in text.strip().splitlines():
+    """Play the lines of a scene. What one without an arrow brings is not looked at; a
+    line that begins with ; goes on with what the one before brings."""
+    for line in re.sub(r"\n *;", ";", text.strip()).splitlines():
         words, arrow, expected = line.partition("->")
         found = d.asked_for(words.strip()) or d.play(words)
         assert not arrow or found == expected.strip(), line.strip()

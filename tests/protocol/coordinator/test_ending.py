@@ -107,7 +107,8 @@ at the deadline the flush merges what is here
     a/0=10 ->
     +50 -> flush 0: a 0-10; skip 1: quorum is out of reach
     phases -> flushing merging done
-    /0 -> drop 1:a; drop 0:b; drop 1:b; finished
+    /0 -> publish pending:b; alert the run ended without all that a, b computed
+    ; drop 1:a; drop 0:b; drop 1:b; finished
     lost -> a finished 50, b finished 100
 the flush goes on while deltas come
     # A link that carries the model in a cycle need not carry it in a fixed time.
@@ -152,7 +153,7 @@ a tick that is given up in the flush leaves its deltas to it
     a=4 b=4 a/0=4 b=5 a.stops b.stops -> ask 0:ab
     phases -> flushing open
     b.away -> skip 0: quorum is out of reach; flush 0: a 0-4
-    /0 ->
+    /0 -> publish pending:b
     +50 -> drop 0:b; finished
 a take refused in the flush is taken once more
     stopping a fragment_sizes=4,
@@ -170,7 +171,7 @@ a blink of all links costs nobody its last steps
     phases -> flushing idle
     +1 a.back b.back -> resend 0:ab
     a/0 -> flush 0: a 0-10
-    /0 ->
+    /0 -> publish pending:b
     b/0 -> flush 0: b 0-10
     /0 -> finished
     lost -> nothing
@@ -178,7 +179,7 @@ a blink of one link costs a second merge
     stopping a b fragment_sizes=4,
     a.stops b.stops b/0~10 a/0=10 -> ask 0:ab
     b.away -> flush 0: a 0-10
-    /0 ->
+    /0 -> publish pending:b
     +1 b.back -> pending:b; resend 0:b
     b/0 -> flush 0: b 0-10
     /0 -> finished
@@ -193,10 +194,10 @@ what hangs keeps nobody else's last steps out
     pending quorum=1
     a/0 +24 ->
     +1 -> merge 0: a 0-4
-    /0 -> drop 0:b; ask 0:ac
+    /0 -> publish refused stale:b; drop 0:b; ask 0:ac
     a/0=5 c/0=5 -> flush 0: a 4-5, c 4-5
-    /0 ->
-    +50 -> drop 0:b; finished
+    /0 -> publish refused stale:b
+    +50 -> alert the run ended without all that b computed; drop 0:b; finished
     lost -> b finished 30
 nor if the coordinator slept meanwhile
     # It first listens for a lease; what does not come by then hangs, and the others
@@ -206,8 +207,8 @@ nor if the coordinator slept meanwhile
     +99 a=5 b=5 c=5 ->
     +1 -> merge 0: a 0-4
     +24 ->
-    /0 -> drop 0:b; ask 0:ac
-    a/0=5 c/0=5 /0 -> flush 0: a 4-5, c 4-5
+    /0 -> publish refused stale:b; drop 0:b; ask 0:ac
+    a/0=5 c/0=5 /0 -> flush 0: a 4-5, c 4-5; publish refused stale:b
     lost -> nothing
 a tick of before the stop does not wait for what hangs
     # Nor for the deadline: a's later step, and c, which was not asked, need a merge
@@ -215,10 +216,11 @@ a tick of before the stop does not wait for what hangs
     hanging
     +24 ->
     +1 -> skip 0: quorum is out of reach; flush 0: a 0-4
-    /0 -> ask 0:ac
+    /0 -> publish pending:b; ask 0:ac
     a/0=5 c/0=4 ->
     +50 -> flush 0: a 4-5, c 0-4
-    /0 -> drop 0:bb; finished
+    /0 -> publish refused stale:b; drop 0:b
+    ; alert the run ended without all that b computed; drop 0:b; finished
     lost -> b finished 50
 what hangs is waited for where nobody needs another merge
     stopping a b fragment_sizes=4,
@@ -231,7 +233,7 @@ who has not stopped yet has last steps to come
     +99 a=4 b=4 +1 ->
     phases -> flushing merging
     b/0 ->
-    /0 -> flush 0: b 0-4
+    /0 -> publish pending:b; flush 0: b 0-4
     /0 ->
     b=6 b.stops -> ask 0:b
     b/0=6 -> flush 0: b 4-6
@@ -288,7 +290,7 @@ nothing new begins once the run stops
 who dies in the flush is not waited for beyond its lease
     stopping a b flush_s=200.0 fragment_sizes=4,
     a.stops b.stops a/0=10 b.away -> ask 0:ab; flush 0: a 0-10
-    /0 +99 a=10 ->
+    /0 +99 a=10 -> publish pending:b
     deadline -> 1
     +1 -> drop 0:b; finished
     lost -> b absent 100
@@ -327,9 +329,10 @@ a merge that takes long leaves time for the next
     +24
     deadline -> 1
     +1 -> skip 0: quorum is out of reach; flush 0: a 0-4
-    +24 /0 -> ask 0:ac
+    +24 /0 -> publish pending:b; ask 0:ac
     +2 ->
-    a/0=5 c/0=4 +50 /0 -> flush 0: a 4-5, c 0-4; drop 0:bb; finished
+    a/0=5 c/0=4 +50 /0 -> flush 0: a 4-5, c 0-4; publish refused stale:b; drop 0:bb
+    ; finished
     lost -> b absent 50
 after a crash the end awaits islands of which no merge tells
     stopping a b fragment_sizes=4,

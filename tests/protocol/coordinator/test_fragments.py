@@ -43,7 +43,7 @@ nothing merges below quorum
 a cycle later what is pending counts beside who does not deliver
     # b alone is merged first, and a's delta is late.
     pair a b c
-    c.away a=2 b/0=2 a/0=2 /0 -> ask 0:ab; merge 0: b 0-2
+    c.away a=2 b/0=2 a/0=2 /0 -> ask 0:ab; merge 0: b 0-2; publish pending:a
     a=4 -> ask 0:b
     b/0~4 +50 +10 ->
     a=6 -> skip 0: open; merge 0: a 0-2
@@ -56,7 +56,7 @@ a cycle later who came back is asked too
 a late delta is pending, counts to no quorum, and enters the next merge
     # Who has it outstanding is asked for no other.
     pair a b c quorum=2
-    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2
+    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2; publish pending:c
     a=4 b=4 -> ask 0:ab
     a/0=4 ->
     b/0=4 -> merge 0: a 2-4, b 2-4, c 0-1

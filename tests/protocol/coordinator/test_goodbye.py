@@ -108,7 +108,7 @@ nothing is left behind for a fragment whose flush is over
     phases -> flushing merging done
     b/1 ->
     b.leaves -> drop 0:b; drop 1:b
-    /0 -> drop 1:a; finished
+    /0 -> alert the run ended without all that a computed; drop 1:a; finished
     lost -> a finished 20, b stopped 40
 """
 )

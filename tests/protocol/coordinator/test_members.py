@@ -136,8 +136,8 @@ a take unknown after a crash is sent again and merged
     b/0=4 -> merge 0: a 0-2, b 0-4
 a take that grew stale while away is refused
     pair a b
-    a=2 a/0~2 a.away b=2 b/0=2 /0 -> ask 0:ab; merge 0: b 0-2
-    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; drop 0:a
+    a=2 a/0~2 a.away b=2 b/0=2 /0 -> ask 0:ab; merge 0: b 0-2; publish pending:a
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; publish refused stale:a; drop 0:a
     a.back -> refused stale:a
 """
 )

@@ -61,7 +61,7 @@ def test_what_is_durable_comes_back() -> None:
     """
 islands carry on where they are
     joined a b
-    a=2 a/0=2 /0 a=4 a/1~4 -> ask 0:ab; merge 0: a 0-2; ask 1:ab
+    a=2 a/0=2 /0 a=4 a/1~4 -> ask 0:ab; merge 0: a 0-2; publish pending:b; ask 1:ab
     crash a.back=30 -> resend 1:a
     a/1 ->
     a=32 -> merge 1: a 0-4

@@ -51,7 +51,7 @@ a tick asks every live island for its fragment
     joined a b
     b=1 ->
     a=2 -> ask 0:ab
-    a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2
+    a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2; publish pending:b
     a=4 -> ask 1:ab
 islands out of phase pace no faster than one of them
     # One step per tick; whoever is ahead paces.

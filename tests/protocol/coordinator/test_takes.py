@@ -52,13 +52,13 @@ a refused delta is not merged and blocks the next
     b=1 a=2 a/0~2 -> ask 0:ab
     a/0! -> refused non_finite:a; drop 0:a
     b/0=2 -> merge 0: b 0-2
-    /0 ->
+    /0 -> publish refused non_finite:a
     a=4 -> ask 0:b
 reopened steps are in the next delta
     pair a b
     b=1 a=2 a/0~2 a/0! -> ask 0:ab; refused non_finite:a; drop 0:a
     a=3 a/0-reopened b/0=2 /0 -> merge 0: b 0-2
-    a=6 b/0=4 /0 -> ask 0:ab; merge 0: b 2-4
+    a=6 b/0=4 /0 -> ask 0:ab; merge 0: b 2-4; publish pending:a
     a/0=6 b=8 -> ask 0:b
     b/0=8 -> merge 0: a 0-6, b 4-8
     lost -> nothing
@@ -76,9 +76,10 @@ a take without steps is refused
 a refusal is told once, though every merge until it is answered finds it again
     pair a b max_staleness=0
     a=2 b=2 a/0~2 b/0=2 -> ask 0:ab; merge 0: b 0-2
-    /0 -> drop 0:a
-    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4
-    b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6
+    /0 -> publish refused stale:a; drop 0:a
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; publish refused stale:a
+    b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6; publish refused stale:a
+    ; alert fragment 0 was merged 3 times in a row from 'b' [...]
 a coordinator that dies of a merge has refused nobody for it
     # Else b opens steps again that the next coordinator merges, and whatever it takes
     # after that overlaps with them, for ever.
