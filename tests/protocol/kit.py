@@ -11,7 +11,7 @@ A *scene* is a text of events and of what they bring, a line each, as `scene` re
 
 | word | event |
 |---|---|
-| `a=4` | island a reports 4 steps |
+| `a=4`, `a=4:2` | island a reports 4 steps, of 1 s or 2 s each |
 | `a/0=4` | a takes fragment 0 at step 4, and its bytes arrive |
 | `a/0~4`, `a/0` | the record alone; the bytes of the outstanding take |
 | `a/0=4@2` | a takes steps 2 and 3 alone |
@@ -26,7 +26,7 @@ A *scene* is a text of events and of what they bring, a line each, as `scene` re
 | `crash` | the coordinator is killed and comes back |
 | `lost`, `merged`, `open` | asked: tokens by island, lost, merged or in flight |
 | `log` | asked: kinds of the durable records since it was asked last |
-| `deadline` | asked: seconds until time alone changes something |
+| `deadline`, `share` | asked: seconds until time alone acts; of the last merge |
 | `phases`, `tick`, `status` | asked: of run and fragments; the last one; of islands |
 """
 
@@ -407,6 +407,8 @@ class Driver:
             case "deadline":
                 due = decide.next_deadline(self.state, self.now)
                 return "none" if due is None else f"{due - self.now:g}"
+            case "share":
+                return f"{of(self.effects, Merge)[-1].share:.4g}"
             case "log":
                 new, self._read = self.log[self._read :], len(self.log)
                 return " ".join(as_written(line)["kind"] for line in new) or "nothing"
@@ -432,7 +434,9 @@ class Driver:
             case "+", _:
                 return self.wait(float(what))
             case "=", _:
-                return self.report(name, int(what))
+                steps, *step_s = what.split(":")
+                seconds = float(step_s[0]) if step_s else 1.0
+                return self.report(name, int(steps), step_seconds=seconds)
             case ".", "joins":
                 return self.hello(name) + self.report(name, 0)
             case ".", "stops":
