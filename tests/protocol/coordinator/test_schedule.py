@@ -5,6 +5,7 @@ from kit import (
     Driver,
     begun,
     joined,
+    kinds,
     make_config,
     of,
     only,
@@ -20,7 +21,7 @@ from diloco_jax.protocol.coordinator.schedule import (
     fragment_of,
     steps_to_tick,
 )
-from diloco_jax.protocol.coordinator.state import Effect
+from diloco_jax.protocol.coordinator.state import Effect, Persist
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -297,6 +298,11 @@ def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
     again = {ask.fragment: ask.after for ask in found if ask.island == "a"}
     assert again.keys() == {0, 1}
     assert max(again.values()) < 10
+
+
+def test_numbers_of_ticks_are_durable_before_they_are_used() -> None:
+    order = kinds(joined("a").report("a", 2))
+    assert order.index(Persist) < order.index(TakeRequest)
 
 
 def test_a_record_reserves_sixteen_cycles_beyond_the_tick_that_needs_it() -> None:
