@@ -4,7 +4,6 @@ it and the coordinator's clock; who is let in, and whose bytes are wanted.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,6 @@ from diloco_jax.protocol.coordinator.islands import (
     FASTER,
     FIRST_LEASE_STEPS,
     LATE_S,
-    WallTime,
 )
 from diloco_jax.protocol.coordinator.state import Effect, MachineSlept
 from diloco_jax.protocol.holding import Merge
@@ -313,24 +311,6 @@ def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
     most = 30.0 + 64 * LEAST_S + LATE_S
     d.report("a", int(FASTER * most / LEAST_S) + 1, step_seconds=LIE_S)
     assert not is_in(d)
-
-
-@pytest.mark.parametrize(
-    ("training_s", "steps", "least_s", "most_s"),
-    [
-        (0.0, 0, 0.0, math.inf),
-        (LATE_S / 2, 100, LATE_S / 404, math.inf),
-        (40.0, 0, 20.0, 80.0),
-        (40.0, 3, 5.0, 80.0 / 3),
-        (40.0, 399, 0.05, 80.0 / 399),
-    ],
-)
-def test_a_step_time_is_known_within_a_factor_of_two(
-    training_s: float, steps: int, least_s: float, most_s: float
-) -> None:
-    known = WallTime(training_s=training_s, steps=steps)
-    assert known.least_step_s == pytest.approx(least_s)
-    assert known.most_step_s == pytest.approx(most_s)
 
 
 @pytest.mark.parametrize("step_s", [0.5, 5.0, 60.0, 600.0])

@@ -14,12 +14,10 @@ from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found
 from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
-    MERGES_AHEAD,
     Effect,
     FoundTerm,
     GiveUp,
     Postpone,
-    may_have_become,
 )
 from diloco_jax.protocol.coordinator.state import Alert, Tell
 from diloco_jax.protocol.messages import FIRST_VERSION, Refused, Version, Welcome
@@ -316,21 +314,6 @@ def test_grants_begin_beyond_those_that_nobody_may_have_heard_of(
     g.offer("a", 1, 1, step_seconds=step_seconds, next_position=8)
     g.arrive("a", 0, 1)
     assert found(g.arrive("a", 1, 1)).next_position == position
-
-
-@pytest.mark.parametrize(
-    ("arrived", "may"),
-    [
-        (Version(2, 150), True),
-        (Version(2, 151), True),
-        (Version(2, 150 + MERGES_AHEAD), True),
-        (Version(2, 151 + MERGES_AHEAD), False),
-        (Version(2, 149), False),
-        (Version(3, 151), False),
-    ],
-)
-def test_an_anchor_may_be_some_merges_newer_than_it_was_offered(arrived, may):
-    assert may_have_become(Version(2, 150), arrived) is may
 
 
 @pytest.mark.parametrize(
