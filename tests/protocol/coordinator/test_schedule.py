@@ -119,10 +119,10 @@ the first ticks after a crash wait for who is not back yet
 a lag is of one tick at most
     # What b did not do long ago does not hold it up.
     joined a b steps_per_cycle=4 fragment_sizes=1,1,1,1
-    a=100 a.away
-    tick -> 1
+    a=1 a=2 a=3 a=4 a=5 a.away
+    tick -> 5
     b=1 b=2
-    tick -> 2
+    tick -> 6
 ticks before its first step are no debt of an island
     pair a
     b.1 b.compiles a=2
