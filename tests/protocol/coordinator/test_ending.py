@@ -284,6 +284,7 @@ nothing new begins once the run stops
     stopping a
     log
     a=11 ->
+    a=60 ->
     log -> nothing
     b.1 -> out finished:b1
     a.2 -> out finished:a2
@@ -315,7 +316,8 @@ without live islands it ends at its deadlines
     deadline -> none
 a run that is over says so
     stopping a fragment_sizes=4,
-    a.stops a/0=10 /0 a=10 +1000
+    a.stops a/0=10 /0
+    a=10 +1000 ->
     deadline -> none
     a.1 -> out finished:a1
     a.2 -> out finished:a2
@@ -433,12 +435,13 @@ def test_ticks_of_who_leaves_are_no_ones_else() -> None:
     assert (note["island"], note["incarnation"]) == ("a", 1)
     theirs = {ask["tick"] for ask in note["asked"]}
     assert theirs == {ask.tick for ask in of(d.effects, TakeRequest)}
+    (reserved,) = persisted(d.effects, "ticks")
+    assert max(theirs) <= reserved["through"], "before any other tick"
     d.play("c.joins b=2 c=2 b=4 c=4 b=6 c=6")
     regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
     assert len(theirs) == 2
     assert regular
     assert not theirs & regular
-    assert max(theirs) <= persisted(d.effects, "ticks")[0]["through"]
 
 
 def test_what_arrived_of_who_left_is_kept_for_its_merges() -> None:

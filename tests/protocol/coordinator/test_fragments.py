@@ -256,6 +256,12 @@ def share_of(effects: Sequence[Effect]) -> float:
     return only(effects, Merge).share
 
 
+def test_the_share_of_a_merge_is_durable() -> None:
+    d = turns()
+    d.play("a=2 a/0=2 b/0=2 c/0=2")
+    assert persisted(d.computed(0), "merged")[0]["share"] == pytest.approx(1 / 8)
+
+
 @pytest.mark.parametrize("then", ["", "c.away"])
 def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on(
     then: str,

@@ -14,6 +14,7 @@ from kit import (
     persisted,
     scene,
     scenes,
+    verdicts,
 )
 
 from diloco_jax.protocol.coordinator import members
@@ -144,6 +145,12 @@ compiling is not mistaken for death
     status -> a live
     +2
     status -> a absent
+nor is joining
+    joined
+    a.1 +299
+    status -> a live
+    +2
+    status -> a absent
 a goodbye loses what is open
     # Of 50 tokens, fragment 0 (30 of 40 parameters) merged 20, fragment 1 none.
     joined a
@@ -202,6 +209,13 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
         told = [refused.code for refused in of(effects, Refused)]
         assert told == (["fenced"] if isinstance(message, Report) else [])
     assert d.state == before
+
+
+def test_an_incarnation_is_told_nothing_of_a_take_of_the_one_before() -> None:
+    """It would be a verdict on a take that it has not made."""
+    d = joined("a")
+    d.play("a=2 a/0=2 a=5 a.2")
+    assert verdicts(d.computed(0)) == {}
 
 
 def test_the_end_of_an_incarnation_tells_its_own_losses() -> None:

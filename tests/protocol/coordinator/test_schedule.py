@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.schedule import (
     after_crash,
     fragment_of,
+    pace,
     steps_to_tick,
 )
 from diloco_jax.protocol.coordinator.state import Effect, Persist
@@ -232,6 +233,14 @@ def beside_a_slow_one(said_s: float, *, cycle: int = 1000, ticks: int = 3) -> Dr
 
 def put_off(effects: list[Effect], name: str = "a") -> list[int]:
     return [ask.after for ask in of(effects, TakeRequest) if ask.island == name]
+
+
+def test_the_pace_is_that_of_the_quorum() -> None:
+    assert pace(1, [3.0, 1.0, 2.0]) == 1.0
+    assert pace(2, [3.0, 1.0, 2.0]) == 2.0
+    # Of those whose speed is known, though they are fewer.
+    assert pace(2, [3.0, 0.0]) == 3.0
+    assert pace(1, []) == 0.0
 
 
 def test_a_fast_island_waits_for_an_honest_slow_one_of_several_hosts() -> None:

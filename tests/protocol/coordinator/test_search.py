@@ -14,6 +14,7 @@ from search_support import CONFIG, PATIENCE_S, Searching, anchor, asked, found
 from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
+    MERGES_AHEAD,
     Effect,
     FoundTerm,
     GiveUp,
@@ -288,11 +289,28 @@ def test_an_island_that_was_alone_for_long_is_believed() -> None:
     assert asked(effects) == [("b", 0)]
 
 
-def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
+@pytest.mark.parametrize(
+    ("number", "term", "counts"),
+    [
+        (5, 1, True),
+        (5 + MERGES_AHEAD, 1, True),
+        (6 + MERGES_AHEAD, 1, False),
+        (4, 1, False),
+        (6, 2, False),
+        (2**40, 1, False),
+    ],
+)
+def test_an_anchor_arrives_at_about_the_version_that_was_offered(
+    number: int, term: int, counts: bool
+) -> None:
+    """It may be some merges newer."""
     g = Searching("ab")
     g.offer("a", 5, 7)
     assert asked(g.offer("b", 5, 6)) == [("a", 0)]
-    effects = g.arrive("a", 0, 2**40)
+    effects = g.arrive("a", 0, number, term)
+    assert (0 in g.state.got) is counts
+    if counts:
+        return
     assert asked(effects) == [("b", 0)]
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
 

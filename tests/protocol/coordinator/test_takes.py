@@ -124,6 +124,13 @@ def test_a_scene_of_takes(first: str, text: str) -> None:
     scene(begun(first, pair=pair), text)
 
 
+def test_a_pending_verdict_says_up_to_which_version_a_delta_is_in_none() -> None:
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0=2 b/0~2 /0 b.away b.back")
+    verdict = only(d.effects, TakeVerdict)
+    assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
+
+
 def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
     """The hello told of the take, and its bytes were faster than the report."""
     d = pair("a", "b")
