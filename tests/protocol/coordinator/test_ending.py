@@ -281,10 +281,10 @@ at the end of the run nobody leaves early
     b=2 a=2 a.stops ->
     phases -> stopping idle idle
 nothing new begins once the run stops
-    stopping a
+    # It has used most of its data, of which it would get more.
+    stopping a steps=60
     log
-    a=11 ->
-    a=60 ->
+    a=120 ->
     log -> nothing
     b.1 -> out finished:b1
     a.2 -> out finished:a2
