@@ -228,6 +228,13 @@ def test_totals_are_weighted_by_parameters_and_floored() -> None:
     assert (totals.merges_in, totals.merges_alive) == (1, 1)
 
 
+def test_totals_say_in_how_many_merges_an_island_was_of_those_in_its_life() -> None:
+    d = joined("a", "b")
+    d.play("a=2 a/0=2 /0")
+    counts = [(d.totals(n).merges_in, d.totals(n).merges_alive) for n in "ab"]
+    assert counts == [(1, 1), (0, 1)]
+
+
 def test_totals_of_the_run_are_those_of_its_islands() -> None:
     d = worked()
     assert min(d.totals(name).in_flight for name in "ab") >= 0

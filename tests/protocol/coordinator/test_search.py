@@ -315,6 +315,43 @@ def test_an_anchor_arrives_at_about_the_version_that_was_offered(
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
 
 
+def test_an_anchor_that_is_judged_is_not_replaced_by_another() -> None:
+    """Ballots are of the first."""
+    g = Searching("abc")
+    g.says = dict.fromkeys("bc")
+    for name in "abc":
+        g.offer(name, 5, 5)
+    g.arrive("a", 0, 5)
+    judged = g.state.claims[0]
+    assert judged.anchor is not None
+    assert g.arrive("a", 0, 5, digest="of other values") == []
+    assert g.arrive("a", 0, 5, unfit=True) == []
+    assert g.state.claims[0] == judged
+
+
+def test_anchors_of_a_term_that_is_known_already_do_not_count() -> None:
+    """An island has heard of the number that was chosen: all come anew for the next."""
+    g = Searching("ab")
+    g.offer("a", 5, 5)
+    assert asked(g.offer("b", 4, 4)) == [("a", 0)]
+    late = anchor(0, "a", 5, g.state.term)
+    assert asked(g.offer("b", 4, 4, term=g.state.term)) == [("a", 0)]
+    assert g.state.term == 3
+    assert g.feed(late) == []
+    assert g.state.claims[0].anchor is None
+    g.arrive("a", 0, 5)
+    assert found(g.arrive("a", 1, 5)).term == 3
+
+
+def test_an_anchor_is_awaited_until_its_own_deadline() -> None:
+    g = Searching("a")
+    g.offer("a", 5, 5)
+    until = g.now + CONFIG.outage_budget_s
+    g.pass_time(CONFIG.outage_budget_s - 50, "a")
+    assert anchors.next_deadline(g.state, g.now) == until
+    assert of(g.wait(50), GiveUp)
+
+
 @pytest.mark.parametrize(
     ("changes", "step_seconds", "position"),
     [
