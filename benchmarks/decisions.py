@@ -9,8 +9,7 @@ deadline that the lead makes after it.
 Prediction, before the first run, for 64 islands and 48 fragments: 0.12 ms per report,
 2 ms per merge, 1.5 % of a core. Found: 0.05 ms, 0.3 ms and 0.4 %. Every event looks at
 all islands a few times (deadlines, ticks, progress), which is cheap; none looks at
-islands times fragments. A status did, and the summary did once for each island: now
-sums follow the accounts that changed (`ledger.Tally`).
+islands times fragments, but for a status and the summary.
 
 Command: `python benchmarks/decisions.py`. Cost: two minutes.
 """
@@ -32,7 +31,7 @@ from diloco_jax.config import Placement, RunConfig, SyncConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.protocol.coordinator import decide, ledger
+from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.state import Event, Said
 from diloco_jax.protocol.messages import Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
@@ -83,7 +82,7 @@ class Timed:
         )
         self.roster.report(name, measures, report.records, now)
 
-    def status(self, tally: ledger.Tally) -> tuple[float, int]:
+    def status(self) -> tuple[float, int]:
         """Return the CPU seconds of a status, and its bytes."""
         coordinator, now = self._coordinator, self._coordinator.clock.now
         began = time.thread_time()
@@ -94,7 +93,6 @@ class Timed:
             seconds=now,
             alerts=[],
             now=now,
-            tally=tally,
         )
         seconds = time.thread_time() - began
         return seconds, len(json.dumps(shown))
@@ -159,10 +157,9 @@ def measure(islands: int, fragments: int, cycles: int) -> dict[str, Any]:
     merges += sum(fragment.merges for fragment in coordinator.state.fragments)
     every = sorted(itertools.chain.from_iterable(timed.seconds.values()))
     by_event = {kind: 1e3 * statistics.fmean(s) for kind, s in timed.seconds.items()}
-    anew, size = timed.status(ledger.Tally())
-    tally, followed = ledger.Tally(), []
+    statuses = []
     for _ in range(STATUSES):
-        followed.append(timed.status(tally)[0])
+        statuses.append(timed.status())
         world.run(world.clock.now + REFRESH_S)
     gc.enable()
     wall_s = STEPS_PER_CYCLE * cycles
@@ -176,9 +173,8 @@ def measure(islands: int, fragments: int, cycles: int) -> dict[str, Any]:
         "mean_ms": 1e3 * statistics.fmean(every),
         "p99_ms": 1e3 * every[int(0.99 * len(every))],
         "by_event_ms": dict(sorted(by_event.items())),
-        "status_anew_ms": 1e3 * anew,
-        "status_ms": 1e3 * statistics.fmean(followed[1:]),
-        "status_bytes": size,
+        "status_ms": 1e3 * statistics.fmean(seconds for seconds, _ in statuses),
+        "status_bytes": statuses[0][1],
     }
 
 
@@ -194,7 +190,6 @@ def row(found: dict[str, Any]) -> dict[str, str]:
         "a merge, ms": f"{found['by_event_ms']['MergePrepared']:.3f}",
         "cores": f"{found['cores']:.4f}",
         "a status, ms": f"{found['status_ms']:.2f}",
-        "added up anew, ms": f"{found['status_anew_ms']:.2f}",
         "a status, kB": f"{found['status_bytes'] / 1e3:.1f}",
     }
 

@@ -25,7 +25,6 @@ from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.search import FoundTerm, GiveUp, Offered, Postpone
 from diloco_jax.protocol.coordinator.state import (
     Alert,
@@ -458,8 +457,6 @@ class Lead(EngineThread[State, Event]):
         """slow_s: see `Journal`. housekeeping: called on this thread at least twice a
         second."""
         self.config = config
-        self.tally = Tally()
-        """Sums of the islands' accounts."""
         self._holder, self._metrics = holder, metrics
         self._unwritten: queue.SimpleQueue[_ToBeWritten] = queue.SimpleQueue()
         self._sleeps = Sleeps()

@@ -42,7 +42,7 @@ from diloco_jax.observability import measures
 from diloco_jax.observability.exported import Snapshot, families
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator import ending, leases, ledger
-from diloco_jax.protocol.coordinator.ledger import Sums, Tally, Totals
+from diloco_jax.protocol.coordinator.ledger import Totals
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Measures
 from diloco_jax.wire import addresses
@@ -70,16 +70,14 @@ def status(
     seconds: float,
     alerts: list[str],
     now: float,
-    tally: Tally | None = None,
 ) -> dict[str, Any]:
     """Return what `diloco status` shows: JSON-compatible. `seconds` since the run
-    began. tally: what the status before this one added up."""
-    sums = (tally or Tally()).of(config, state)
+    began."""
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
-    totals = _totals(config, state, roster, sums)
+    totals = _totals(config, state, roster)
     islands = {
         name: {
-            **_island_status(state, roster, name, sums[name], now),
+            **_island_status(state, roster, name, of, now),
             "tokens_merged": of.merged,
         }
         for name, of in totals.items()
@@ -196,8 +194,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return `summary.json` without the evaluation of the flushed parameters. Its
     `phase` is "done", or "stopped" if the run was before its end."""
-    accounts = Tally().of(config, state)
-    totals = _totals(config, state, roster, accounts)
+    totals = _totals(config, state, roster)
     all_measures = _measures(roster, totals, now)
     sums = [roster.measures(name) for name in totals]
     return {
@@ -220,7 +217,7 @@ def summary(
         "islands": {
             name: {
                 **_token_fields(of),
-                **_island_summary(state, roster, name, accounts[name]),
+                **_island_summary(state, roster, name, of),
                 "away_seconds": roster.failures.away_seconds(name, now),
             }
             for name, of in totals.items()
@@ -286,12 +283,10 @@ def _progress(config: PolicyConfig, state: State, alerts: list[str]) -> dict[str
     }
 
 
-def _totals(
-    config: PolicyConfig, state: State, roster: Roster, sums: dict[str, Sums]
-) -> dict[str, Totals]:
+def _totals(config: PolicyConfig, state: State, roster: Roster) -> dict[str, Totals]:
     """Return the tokens of each island that was ever let in."""
     return {
-        name: sums[name].totals(config, state.islands[name].computed_tokens)
+        name: ledger.island_totals(config, state, name)
         for name in sorted(state.islands)
         if name in roster.members
     }
@@ -307,7 +302,7 @@ def _measures(
 
 
 def _island_status(
-    state: State, roster: Roster, name: str, accounts: Sums, now: float
+    state: State, roster: Roster, name: str, totals: Totals, now: float
 ) -> dict[str, Any]:
     island, member = state.islands[name], roster.members[name]
     sums = roster.measures(name)
@@ -335,7 +330,7 @@ def _island_status(
         **_measured(sums),
         "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
-        "participation": _participation(accounts),
+        "participation": _participation(totals),
         "version": min(adopted.values()) if everything else 0,
         "lag": max(0, *lags) if lags else None,
         "short": list(sums.short) if island.status == "live" else [],
@@ -348,7 +343,7 @@ def _island_status(
 
 
 def _island_summary(
-    state: State, roster: Roster, name: str, accounts: Sums
+    state: State, roster: Roster, name: str, totals: Totals
 ) -> dict[str, Any]:
     sums = roster.measures(name)
     return {
@@ -364,8 +359,8 @@ def _island_summary(
         "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,
         "data": "own" if roster.members[name].own_data else "leased",
-        "participation": _participation(accounts),
-        "contributions": accounts.merges_in,
+        "participation": _participation(totals),
+        "contributions": totals.merges_in,
         "bytes_join": sums.bytes_join,
     }
 
@@ -393,8 +388,8 @@ def _token_fields(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _participation(accounts: Sums) -> float:
-    return measures.participation(accounts.merges_in, accounts.merges_alive)
+def _participation(totals: Totals) -> float:
+    return measures.participation(totals.merges_in, totals.merges_alive)
 
 
 REFRESH_S = 0.5
@@ -470,7 +465,6 @@ class Announcer:
             seconds=now - self._begun_unix,
             alerts=[*lead.journal.alerts, *own, *self._metrics.alerts],
             now=now,
-            tally=lead.tally,
         )
         before = self._watchdog.machine
         for wrong in self._watchdog.look(self._status, clock):

@@ -48,7 +48,7 @@ from diloco_jax.island.loop import Evaluator
 from diloco_jax.models.build import build_plan, inner_note
 from diloco_jax.observability.history import History
 from diloco_jax.observability.terminal import Dashboard, closing_report
-from diloco_jax.protocol.coordinator.ledger import Tally
+from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import DeltaKey, Version, lookahead_of
 from diloco_jax.protocol.records import Durable
@@ -128,10 +128,8 @@ class EmulatedWorld(World):
             before=before,
         )
         state, policy = self.coordinator.state, self.coordinator.config
-        sums = Tally().of(policy, state)
         self._before = {
-            name: sums[name].totals(policy, island.computed_tokens)
-            for name, island in state.islands.items()
+            name: ledger.island_totals(policy, state, name) for name in state.islands
         }
         """Tokens of each island before the emulation began."""
         self._leave_at = dict.fromkeys(self.diaries, math.inf)

@@ -102,12 +102,12 @@ def test_an_anchor_is_taken_of_the_session_that_was_asked() -> None:
         Peer(name, made).hello(OFFERED)
     made.run()
     peer, anchor = Peer("a", made), {"fragment": 0, "version": (1, 1)}
-    assert made.thread.state.asked[0].island == "a"
+    assert made.thread.state.claims[0].island == "a"
     with pytest.raises(Refused, match="not asked for"):
         peer.upload({**anchor, "session": "t"})
     peer.upload(anchor)
     made.run()
-    assert list(made.thread.state.claims) == [0]
+    assert made.thread.state.claims[0].anchor is not None
 
 
 def test_offers_that_come_again_and_again_fill_no_log(caplog) -> None:

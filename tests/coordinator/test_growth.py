@@ -15,7 +15,6 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.faults import parse_faults
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import Said
 from diloco_jax.protocol.messages import Hello, Measures, Report
 from diloco_jax.simulation.clock import LineSpeed
@@ -73,7 +72,7 @@ class Run:
             merges=0,
             slow_s=1e9,
         )
-        self.roster, self.tally = Roster(), Tally()
+        self.roster = Roster()
         self.world = World(
             run,
             self.config,
@@ -119,11 +118,9 @@ class Run:
     def sizes(self) -> dict[str, int]:
         """Elements that each part holds now."""
         state = self.world.coordinator.state
-        self.tally.of(self.config, state)
         found = {
             "state": elements(state),
             "state, islands": elements(state.islands),
-            "tally": elements(self.tally),
             "roster": elements(self.roster.members),
             "alerts": elements(self.journal.alerts),
             "ignored": elements(self.journal.ignored_messages),

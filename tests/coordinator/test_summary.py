@@ -95,6 +95,16 @@ def test_a_summary_has_what_a_status_has_and_whether_the_run_was_over(
     assert left["islands"]["a"]["tokens_merged_by_fragment"] == [0, 0]
 
 
+def test_participation_is_the_share_of_the_merges_in_an_island_s_life(run):
+    config, now, roster = run
+    fragment = state.booked(now.fragments[0], "a", merges_in=1, merges_alive=4)
+    now = state.with_fragment(now, fragment)
+    left = told((config, now, roster))["islands"]["a"]
+    assert (left["participation"], left["contributions"]) == (0.25, 1)
+    seen = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    assert seen["islands"]["a"]["participation"] == 0.25
+
+
 def test_a_status_has_the_bandwidth_of_live_islands(run):
     shown = status_of(run)
     for part in (shown, shown["islands"]["a"]):

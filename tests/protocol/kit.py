@@ -11,19 +11,23 @@ A *scene* is a text of events and of what they bring, a line each, as `scene` re
 
 | word | event |
 |---|---|
-| `a=4` | island a reports 4 steps |
+| `a=4`, `a=4:2` | island a reports 4 steps, of 1 s or 2 s each |
 | `a/0=4` | a takes fragment 0 at step 4, and its bytes arrive |
 | `a/0~4`, `a/0` | the record alone; the bytes of the outstanding take |
+| `a/0=4@2` | a takes steps 2 and 3 alone |
 | `a/0!` | those bytes are not finite |
 | `a/0-reopened` | a has heard of a refusal, and records that (or `dropped`, `reset`) |
 | `/0` | the merge under way of fragment 0 is prepared |
 | `a.joins`, `a.2` | a says hello and trains; its incarnation 2 says hello |
 | `a.stops`, `a.leaves`, `a.away` | a has stopped; says goodbye; its connection broke |
+| `a.compiles` | a compiles |
 | `a.back`, `a.back=9` | a comes back with the takes that it holds; it has 9 steps |
 | `+5` | 5 s pass |
 | `crash` | the coordinator is killed and comes back |
-| `lost`, `status` | asked: tokens lost by island; which are live |
-| `phases`, `tick` | asked: phases of run and fragments; the number of the last tick |
+| `lost`, `merged`, `open` | asked: tokens by island, lost, merged or in flight |
+| `log` | asked: kinds of the durable records since it was asked last |
+| `deadline`, `share` | asked: seconds until time alone acts; of the last merge |
+| `phases`, `tick`, `status` | asked: of run and fragments; the last one; of islands |
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import ast
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,6 +48,7 @@ from diloco_jax.protocol.coordinator.islands import Islands
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import (
     Account,
+    Alert,
     Disconnected,
     Effect,
     Event,
@@ -205,6 +211,7 @@ class Driver:
         self.ignored: list[Ignored] = []
         self.log: list[records.Durable] = []
         """As it reads back."""
+        self._read = 0
         self._seq: dict[tuple[str, int], int] = {}
         self._held: dict[str, dict[int, Outstanding]] = {}
         """Takes that islands hold, by fragment: no verdict on them is final."""
@@ -390,20 +397,33 @@ class Driver:
 
     def asked_for(self, what: str) -> str:
         """Answer a word of a scene that is no event; empty if it is one."""
-        if what == "phases":
-            return " ".join(
-                [self.state.phase, *(f.phase for f in self.state.fragments)]
-            )
-        if what == "tick":
-            return str(self.state.tick)
-        if what == "status":
-            islands = self.state.islands.items()
-            return ", ".join(f"{name} {island.status}" for name, island in islands)
-        if what != "lost":
-            return ""
-        lost = {name: self.totals(name).lost for name in self.state.islands}
-        told = [f"{n} {k} {v}" for n, by in lost.items() for k, v in by.items()]
-        return ", ".join(told) or "nothing"
+        islands = self.state.islands
+        match what:
+            case "phases":
+                fragments = [fragment.phase for fragment in self.state.fragments]
+                return " ".join([self.state.phase, *fragments])
+            case "tick":
+                return str(self.state.tick)
+            case "deadline":
+                due = decide.next_deadline(self.state, self.now)
+                return "none" if due is None else f"{due - self.now:g}"
+            case "share":
+                return f"{of(self.effects, Merge)[-1].share:.4g}"
+            case "log":
+                new, self._read = self.log[self._read :], len(self.log)
+                return " ".join(as_written(line)["kind"] for line in new) or "nothing"
+            case "status":
+                found = [f"{name} {island.status}" for name, island in islands.items()]
+            case "merged":
+                found = [f"{n} {self.totals(n).merged}" for n in islands]
+            case "open":
+                found = [f"{n} {self.totals(n).in_flight}" for n in islands]
+            case "lost":
+                lost = {name: self.totals(name).lost for name in islands}
+                found = [f"{n} {k} {v}" for n in lost for k, v in lost[n].items()]
+            case _:
+                return ""
+        return ", ".join(found) or "nothing"
 
     def _word(self, word: str) -> list[Effect]:
         name, sign, what = re.fullmatch(r"([a-z]*)([=./+]?)(.*)", word).groups()
@@ -414,11 +434,15 @@ class Driver:
             case "+", _:
                 return self.wait(float(what))
             case "=", _:
-                return self.report(name, int(what))
+                steps, *step_s = what.split(":")
+                seconds = float(step_s[0]) if step_s else 1.0
+                return self.report(name, int(steps), step_seconds=seconds)
             case ".", "joins":
                 return self.hello(name) + self.report(name, 0)
             case ".", "stops":
                 return self.report(name, phase="stopped")
+            case ".", "compiles":
+                return self.report(name, phase="compiling")
             case ".", "leaves":
                 return self.goodbye(name)
             case ".", "away":
@@ -437,7 +461,9 @@ class Driver:
             assert self.fragment(index).phase == "merging", index
             return self.computed(index)
         if how in ("=", "~"):
-            return self.take(name, index, int(rest), arrive=how == "=")
+            step, *start = map(int, rest.split("@"))
+            begin = start[0] if start else None
+            return self.take(name, index, step, start=begin, arrive=how == "=")
         held = self._held.get(name, {}).get(index)
         tick = self.tick_of(name, index) if held is None else held.tick
         if how != "-":
@@ -497,6 +523,10 @@ def brought(effects: Sequence[Effect]) -> str:
                 said.append((f"resend {f}:", session.rstrip("0123456789")))
             case Tell(session=session, message=TakeVerdict(verdict=how, reason=why)):
                 said.append((f"{how} {why}".strip() + ":", session[:-1]))
+            case Tell(session=session, message=Published(verdict=told)):
+                if told is not None and told.verdict != "merged":
+                    what = f"publish {told.verdict} {told.reason}".strip()
+                    said.append((f"{what}:", session[:-1]))
             case Tell(session=session, message=MayLeave()):
                 said.append(("may leave:", session[:-1]))
             case Tell(session=session, message=Refused(code=code)):
@@ -508,6 +538,9 @@ def brought(effects: Sequence[Effect]) -> str:
                 said.append((f"drop {delta.fragment}:", delta.island))
             case Note(record=records.Skipped(fragment=f, why=why)):
                 said.append((f"skip {f}: ", why))
+            case Alert(text=text):
+                clause = re.split("[:;]", text)[0]
+                said.append((f"alert {textwrap.shorten(clause, 56)}", ""))
             case Persist(record=records.Finished()):
                 said.append(("finished", ""))
     grouped = itertools.groupby(said, key=lambda pair: pair[0])
@@ -515,8 +548,9 @@ def brought(effects: Sequence[Effect]) -> str:
 
 
 def scene(d: Driver, text: str) -> None:
-    """Play the lines of a scene. What one without an arrow brings is not looked at."""
-    for line in text.strip().splitlines():
+    """Play the lines of a scene. What one without an arrow brings is not looked at; a
+    line that begins with ; goes on with what the one before brings."""
+    for line in re.sub(r"\n *;", ";", text.strip()).splitlines():
         words, arrow, expected = line.partition("->")
         found = d.asked_for(words.strip()) or d.play(words)
         assert not arrow or found == expected.strip(), line.strip()

@@ -13,16 +13,8 @@ all have offered. Each fragment is then fetched once, the highest version first,
 a time per island, by the holder that will keep it. Until the search is over nobody is
 let in, and nothing counts that was fetched.
 
-Whatever comes is checked. Values that are not finite are refused. Where the log has the
-anchor's digest, it decides. Else the others that offer vote with a ballot of their own
-anchor (`core/tiles.py`): at the same version by digests, which also confirm it under
-its name of another term; at most `MERGES_APART` away by a sample. An anchor counts if
-most agree, itself included. With fewer than three that offer, finite is enough, but two
-that differ at one version wait for a third. Where a person trusts an island, its ballot
-decides.
-
-An island that claims far more of the run than most others is not believed either: after
-the state is lost, what islands heard becomes the run's.
+Whatever comes is checked, as docs/design/state.md says: by the digest that the log has,
+by ballots of the others that offer, or by the one of them that a person trusts.
 """
 
 from __future__ import annotations
@@ -36,7 +28,6 @@ from diloco_jax.protocol.coordinator import claims, leases
 from diloco_jax.protocol.coordinator.search import (
     FEWEST_TO_DISBELIEVE,
     Aim,
-    AwaitedAnchor,
     Claim,
     Effect,
     Event,
@@ -118,10 +109,9 @@ def step(
 def next_deadline(state: Search, now: float) -> float:
     """Return the next time at which time alone changes something. `now` is the time of
     the last step, which handled everything due until then."""
-    times = [asked.until for asked in state.asked.values()]
-    times += [member.gone_at for member in state.members.values()]
+    times = [member.gone_at for member in state.members.values()]
     for claim in state.claims.values():
-        times += [*claim.asked.values(), claim.waits_until]
+        times += claim.deadlines
     if state.phase == "waiting":
         times = [state.deadline] if now < state.deadline else [*times, state.decided_by]
     return min((at for at in times if at > now), default=math.inf)
@@ -138,7 +128,7 @@ def waits_for(state: Search) -> str:
     """Describe the wait, for people."""
     got = f"{len(state.got)} of {len(state.aim.lost)} fragments have arrived"
     if state.aim.first:
-        (giver,) = state.aim.names
+        giver = state.aim.giver
         return f"the run begins with the parameters of island {giver!r}, of which {got}"
     if state.aim.known is not None:
         lost = list(state.aim.lost)
@@ -151,9 +141,8 @@ def _awaiting(config: PolicyConfig, state: Search, now: float) -> Search:
     wait_s = LEASES_AWAITED * config.lease_s
     if state.aim.first:
         wait_s = config.compile_budget_s
-    deadline = now + wait_s
-    decided_by = deadline + config.outage_budget_s
-    return replace(state, deadline=deadline, decided_by=decided_by)
+    decided_by = now + wait_s + config.outage_budget_s
+    return replace(state, deadline=now + wait_s, decided_by=decided_by)
 
 
 def _version(state: Search, name: str, fragment: int) -> Version:
@@ -161,11 +150,6 @@ def _version(state: Search, name: str, fragment: int) -> Version:
     if state.aim.first:
         return FIRST_VERSION
     return state.members[name].offer.versions[fragment]
-
-
-def _counts(aim: Aim, fragment: int, version: Version) -> bool:
-    """Tell whether the log, if there is one, knows all merges after this version."""
-    return aim.known is None or version in aim.known[fragment]
 
 
 def _vote(state: Search, anchor: AnchorKept, event: AnchorCompared) -> Vote:
@@ -234,13 +218,11 @@ class _Turn(OneStep[Search]):
         welcome = Welcome(run_id=run_id, term=0, resumed=not first, versions=())
         self.tell(offer.session, welcome)
         # Requests may be lost with the old connection.
-        ask = self._await if anew else self._request
-        for fragment, asked in self.state.asked.items():
-            if asked.island == name:
-                ask(offer, fragment)
-        for fragment, claim in self.state.claims.items():
-            if name in claim.asked and (anew or name not in claim.votes):
-                ask(offer, fragment, claim)
+        for claim in self.state.claims.values():
+            if (claim.anchor is None and claim.island == name) or (
+                name in claim.asked and (anew or name not in claim.votes)
+            ):
+                self._ask(offer, claim, awaited=not anew)
 
     def heard(self, event: Said | Disconnected) -> None:
         """Note a sign of life of an island that offers, or that it lost its
@@ -266,7 +248,7 @@ class _Turn(OneStep[Search]):
         self.set(heard={**state.heard, offer.island: Heard(run_id, known)})
         fetching = state.phase == "fetching" and not state.aim.term
         if fetching and known.term >= state.term:
-            self.set(term=known.term + 1, asked={}, claims={}, got={})
+            self.set(term=known.term + 1, claims={}, got={})
 
     def _forget(self, name: str) -> None:
         """Forget how an island voted, since another process of it has come: it is asked
@@ -318,16 +300,21 @@ class _Turn(OneStep[Search]):
             if now >= state.decided_by:
                 self._give_up(runs_apart(offers))
             return
-        self._choose(run_id)
-        members, heard = self.state.members, self.state.heard
+        self.set(run_id=run_id)
+        for member in state.members.values():
+            offered = Offered(hello=member.offer)
+            if other := misfit(self.config, self.state, offered):
+                self._put_off(member.offer, other.message)
+        ours = ("", run_id)
+        members = {n: m for n, m in state.members.items() if m.offer.run_id in ours}
+        heard = {n: h for n, h in state.heard.items() if h.run_id in ours}
         # A member may have said hello again without anchors, and in another run.
         claimed = [h.known for name, h in heard.items() if name in members]
         limits = believed_limits(claimed, self.config.total_tokens)
-        wrong = {name: too_high(h.known, limits) for name, h in heard.items()}
-        for name, member in members.items():
-            if wrong.get(name):
-                self._disbelieve(member.offer, wrong[name])
-        heard = {name: h for name, h in heard.items() if not wrong[name]}
+        for name in [n for n, h in heard.items() if too_high(h.known, limits)]:
+            wrong = too_high(heard.pop(name).known, limits)
+            if name in members:
+                self._disbelieve(members.pop(name).offer, wrong)
         term = FIRST_VERSION.term
         if not state.aim.first:
             term = 1 + max((h.known.term for h in heard.values()), default=0)
@@ -336,30 +323,15 @@ class _Turn(OneStep[Search]):
             limits=limits,
             term=state.aim.term or term,
             heard=heard,
-            members={n: m for n, m in members.items() if not wrong.get(n)},
-        )
-
-    def _choose(self, run_id: str) -> None:
-        """Go on with the islands of one run."""
-        self.set(run_id=run_id)
-        members, heard = self.state.members, self.state.heard
-        for member in members.values():
-            offered = Offered(hello=member.offer)
-            if unfit := misfit(self.config, self.state, offered):
-                self._put_off(member.offer, unfit.message)
-        ours = ("", run_id)
-        self.set(
-            members={n: m for n, m in members.items() if m.offer.run_id in ours},
-            heard={n: h for n, h in heard.items() if h.run_id in ours},
+            members=members,
         )
 
     def _nobody_offers(self) -> str:
         """Explain that there is no offer to begin with."""
         if self.state.aim.first:
-            (giver,) = self.state.aim.names
             return (
-                f"island {giver!r}, which is to give the run's first parameters, did "
-                f"not come within placement.compile_budget_s = "
+                f"island {self.state.aim.giver!r}, which is to give the run's first "
+                f"parameters, did not come within placement.compile_budget_s = "
                 f"{self.config.compile_budget_s:g} s"
             )
         seconds = LEASES_AWAITED * self.config.lease_s
@@ -381,16 +353,15 @@ class _Turn(OneStep[Search]):
             # It may come again, with others.
             self.state = begin(self.config, aim, self.now)
             return
-        for fragment, asked in self.state.asked.items():
-            if self.now >= asked.until or not self._may_come(asked.island):
-                self._fail(asked.island, fragment)
-        for fragment in list(self.state.claims):
-            self._judge(fragment)
+        for fragment, claim in self.state.claims.items():
+            if claim.anchor is not None:
+                self._judge(claim, claim.anchor)
+            elif self.now >= claim.until or not self._may_come(claim.island):
+                self._fail(claim.island, fragment)
             if self.state.phase == "over":
                 return
         for fragment in aim.lost:
-            state = self.state
-            if fragment in {**state.got, **state.asked, **state.claims}:
+            if fragment in self.state.got or fragment in self.state.claims:
                 continue
             holders = self._holders(fragment)
             if not holders:
@@ -409,7 +380,7 @@ class _Turn(OneStep[Search]):
             for name in sorted(state.members)
             if self._may_come(name)
             and (name, fragment) not in state.failed
-            and _counts(state.aim, fragment, _version(state, name, fragment))
+            and state.aim.counts(fragment, _version(state, name, fragment))
         ]
         late = {name for name, _ in state.failed}
         return [name for name in able if name not in late] or able
@@ -418,14 +389,15 @@ class _Turn(OneStep[Search]):
         """Ask an island with the highest version that is asked for nothing else."""
         state = self.state
         highest = max(_version(state, name, fragment) for name in holders)
-        busy = {asked.island for asked in state.asked.values()}
+        busy = {c.island for c in state.claims.values() if c.anchor is None}
         for name in holders:
             member = state.members[name]
             free = member.connected and name not in busy
             if free and _version(state, name, fragment) == highest:
                 until = self.now + self._patience_s
-                self.set(asked={**state.asked, fragment: AwaitedAnchor(name, until)})
-                self._await(member.offer, fragment)
+                claim = Claim(fragment=fragment, island=name, until=until)
+                self._put(claim)
+                self._ask(member.offer, claim)
                 return
 
     def _may_come(self, name: str) -> bool:
@@ -439,68 +411,63 @@ class _Turn(OneStep[Search]):
         compiles_s = self.config.compile_budget_s if self.state.aim.first else 0.0
         return compiles_s + self.config.outage_budget_s
 
-    def _await(self, offer: Hello, fragment: int, claim: Claim | None = None) -> None:
-        """Have an anchor awaited by its holder, and ask for it; or for a ballot."""
-        awaited = AwaitAnchor(
-            fragment=fragment,
-            island=offer.island,
-            incarnation=offer.incarnation,
-            term=self.state.term,
-            sample=self.state.aim.sample_of(claim),
-        )
-        self.effects.append(awaited)
-        self._request(offer, fragment, claim)
-
-    def _request(self, offer: Hello, fragment: int, claim: Claim | None = None) -> None:
+    def _ask(self, offer: Hello, claim: Claim, *, awaited: bool = False) -> None:
+        """Ask an island for the anchor or, if that has come, for its ballot. awaited:
+        the holder awaits it already."""
         sample = self.state.aim.sample_of(claim)
-        request = AnchorRequest(fragment=fragment, term=self.state.term, sample=sample)
+        term, fragment = self.state.term, claim.fragment
+        if not awaited:
+            awaits = AwaitAnchor(
+                fragment=fragment,
+                island=offer.island,
+                incarnation=offer.incarnation,
+                term=term,
+                sample=sample,
+            )
+            self.effects.append(awaits)
+        request = AnchorRequest(fragment=fragment, term=term, sample=sample)
         self.tell(offer.session, request)
 
     def kept(self, event: AnchorKept) -> None:
         """Note that a holder has an awaited anchor on disk, or that it is not
         finite."""
         state, fragment = self.state, event.fragment
-        asked, member = state.asked.get(fragment), state.members.get(event.island)
-        if asked is None or member is None or asked.island != event.island:
+        claim, member = state.claims.get(fragment), state.members.get(event.island)
+        if claim is None or claim.anchor is not None or member is None:
             return
-        of_now = (member.offer.incarnation, state.term)
-        if of_now != (event.incarnation, event.version.term):
+        asked = (claim.island, member.offer.incarnation, state.term)
+        if asked != (event.island, event.incarnation, event.version.term):
             return
         offered = _version(state, event.island, fragment)
         fits = may_have_become(offered, event.replaced)
-        fits = fits and _counts(state.aim, fragment, event.replaced)
-        if event.unfit or not fits:
-            what = (
-                "is not finite" if event.unfit else f"was offered as {tuple(offered)}"
-            )
-            text = (
-                f"the anchor {tuple(event.replaced)} of fragment {fragment} of island "
-                f"{event.island!r} {what}: it does not count"
-            )
-            self._fail(event.island, fragment)
-            self.alert(text, event.island)
+        if fits and state.aim.counts(fragment, event.replaced) and not event.unfit:
+            self._put(replace(claim, anchor=event))
             return
-        self.set(
-            asked={f: value for f, value in state.asked.items() if f != fragment},
-            claims={**state.claims, fragment: Claim(anchor=event)},
+        what = "is not finite" if event.unfit else f"was offered as {tuple(offered)}"
+        self._fail(event.island, fragment)
+        self.alert(
+            f"the anchor {tuple(event.replaced)} of fragment {fragment} of island "
+            f"{event.island!r} {what}: it does not count",
+            event.island,
         )
 
     def compared(self, event: AnchorCompared) -> None:
         """Note how an island's ballot compares with the anchor that is being judged."""
         member = self.state.members.get(event.island)
         claim = self.state.claims.get(event.fragment)
-        if claim is None or member is None or event.island not in claim.asked:
+        if member is None or claim is None or claim.anchor is None:
             return
-        if member.offer.incarnation == event.incarnation:
+        mine = member.offer.incarnation == event.incarnation
+        if mine and event.island in claim.asked:
             vote = _vote(self.state, claim.anchor, event)
             self._put(replace(claim, votes={**claim.votes, event.island: vote}))
 
     # ---- what counts --------------------------------------------------------------
 
-    def _judge(self, fragment: int) -> None:
+    def _judge(self, claim: Claim, anchor: AnchorKept) -> None:
         """Take in an anchor, or give it up for the next one, or ask others about it."""
-        aim, anchor = self.state.aim, self.state.claims[fragment].anchor
-        recorded = (aim.known or {}).get(fragment, {}).get(anchor.replaced, "")
+        aim = self.state.aim
+        recorded = (aim.known or {}).get(anchor.fragment, {}).get(anchor.replaced, "")
         if recorded and recorded != anchor.digest:
             self._refuse(
                 anchor, f"its digest is {anchor.digest}, and that of the log {recorded}"
@@ -509,7 +476,7 @@ class _Turn(OneStep[Search]):
         if aim.first or recorded or anchor.island == aim.trusted:
             self._take(anchor)
             return
-        claim = self._ask_others(self.state.claims[fragment])
+        claim = self._ask_others(claim)
         if any(self._may_vote(name, claim) for name in self.state.members):
             return
         agree, against = claim.by("agrees"), claim.by("differs", "apart", "far")
@@ -535,7 +502,7 @@ class _Turn(OneStep[Search]):
         for name, member in sorted(self.state.members.items()):
             able = member.connected and self._may_come(name)
             if able and name != claim.island and name not in claim.asked:
-                self._await(member.offer, claim.anchor.fragment, claim)
+                self._ask(member.offer, claim)
                 until = self.now + self._patience_s
                 claim = replace(claim, asked={**claim.asked, name: until})
         self._put(claim)
@@ -558,32 +525,29 @@ class _Turn(OneStep[Search]):
             self._give_up(claim.torn)
 
     def _put(self, claim: Claim) -> None:
-        self.set(claims={**self.state.claims, claim.anchor.fragment: claim})
+        self.set(claims={**self.state.claims, claim.fragment: claim})
+
+    def _drop(self, fragment: int) -> None:
+        claims = self.state.claims.items()
+        self.set(claims={f: claim for f, claim in claims if f != fragment})
 
     def _take(self, anchor: AnchorKept) -> None:
-        claims = self.state.claims.items()
-        self.set(
-            got={**self.state.got, anchor.fragment: anchor},
-            claims={f: claim for f, claim in claims if f != anchor.fragment},
-        )
+        self._drop(anchor.fragment)
+        self.set(got={**self.state.got, anchor.fragment: anchor})
 
     def _refuse(self, anchor: AnchorKept, why: str) -> None:
-        text = (
-            f"the anchor {tuple(anchor.replaced)} of fragment {anchor.fragment} of "
-            f"island {anchor.island!r} does not count: {why}; look at that island"
-        )
         self._fail(anchor.island, anchor.fragment, why)
-        self.alert(text, anchor.island)
+        self.alert(
+            f"the anchor {tuple(anchor.replaced)} of fragment {anchor.fragment} of "
+            f"island {anchor.island!r} does not count: {why}; look at that island",
+            anchor.island,
+        )
 
     def _fail(self, island: str, fragment: int, why: str = "") -> None:
         """Ask the island no more for a fragment that did not come, or does not
         count."""
-        asked, found = self.state.asked.items(), self.state.claims.items()
-        self.set(
-            failed={**self.state.failed, (island, fragment): why},
-            asked={f: value for f, value in asked if f != fragment},
-            claims={f: claim for f, claim in found if f != fragment},
-        )
+        self._drop(fragment)
+        self.set(failed={**self.state.failed, (island, fragment): why})
 
     # ---- the end -------------------------------------------------------------------
 
@@ -591,10 +555,9 @@ class _Turn(OneStep[Search]):
         """Give up, since no island is left whose anchor of a fragment may count."""
         state = self.state
         if state.aim.first:
-            (giver,) = state.aim.names
             self._give_up(
                 f"fragment {fragment} of the run's first parameters did not come from "
-                f"island {giver!r} within {self._patience_s:g} s (placement."
+                f"island {state.aim.giver!r} within {self._patience_s:g} s (placement."
                 f"compile_budget_s and outage_budget_s), or was not finite"
             )
             return
@@ -612,9 +575,7 @@ class _Turn(OneStep[Search]):
                 "the run is to go on with"
             )
         if state.aim.known is not None:
-            has = sorted(
-                f"{name!r} has {version}" for name, version in versions.items()
-            )
+            has = sorted(f"{name!r} has {value}" for name, value in versions.items())
             known = [tuple(version) for version in sorted(state.aim.known[fragment])]
             text += (
                 f", at a version after which the log knows all merges ({known[0]} to "
@@ -625,15 +586,13 @@ class _Turn(OneStep[Search]):
                 "start the coordinator on an empty --workdir: it gathers all "
                 "fragments, and begins new books"
             )
-        text = f"fragment {fragment} {text}"
         if remedies:
-            text = f"{text}; {', or '.join(remedies)}"
-        self._give_up(text)
+            text += f"; {', or '.join(remedies)}"
+        self._give_up(f"fragment {fragment} {text}")
 
     def _end(self) -> None:
         """End the search, with all anchors."""
         state, config = self.state, self.config
-        offers = [member.offer for member in state.members.values()]
         known = Known()
         if not state.aim.first:
             for heard in state.heard.values():
@@ -642,19 +601,18 @@ class _Turn(OneStep[Search]):
                 leases.most_unheard(
                     config, claims.believed_step_s(config, o), o.sequences_per_step
                 )
-                for o in offers
+                for o in (member.offer for member in state.members.values())
             )
             islands = len(state.aim.names | state.members.keys())
             position = known.next_position + islands * unheard
             known = known._replace(next_position=position)
         if state.unchecked:
             names = listed([repr(name) for name in sorted(state.unchecked)])
-            text = (
+            self.alert(
                 f"the run goes on with values of {names}, which no majority has "
                 f"checked: fewer than {FEWEST_TO_DISBELIEVE} islands said what they "
                 f"have"
             )
-            self.alert(text)
         found = FoundTerm(
             run_id=state.run_id,
             term=state.term,

@@ -26,21 +26,16 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Outstanding, Record, Report
 
 
-def wrong_report(island: Island, report: Report) -> str:
-    """Explain why a report cannot be true; empty if it can."""
-    steps = max(island.steps, report.steps)
-    new = (r for r in report.records if r.seq > island.records_through)
-    return _wrong_steps(
-        report.steps, island.sequences_per_step, island.sequences_granted
-    ) or _wrong_records(steps, new)
-
-
-def wrong_hello(island: Island, event: Hello) -> str:
-    """Explain why the hello of a known incarnation cannot be true; empty if it can."""
-    steps = max(island.steps, event.steps)
-    return _wrong_steps(
-        event.steps, island.sequences_per_step, island.sequences_granted
-    ) or _wrong_takes(steps, event.outstanding)
+def wrong(island: Island, said: Report | Hello) -> str:
+    """Explain why what a known incarnation says cannot be true; empty if it can."""
+    size, granted = island.sequences_per_step, island.sequences_granted
+    if text := _wrong_steps(said.steps, size, granted):
+        return text
+    steps = max(island.steps, said.steps)
+    if isinstance(said, Hello):
+        return _wrong_takes(steps, said.outstanding)
+    new = (r for r in said.records if r.seq > island.records_through)
+    return _wrong_records(steps, new)
 
 
 def heard(
@@ -60,7 +55,8 @@ def heard(
             f"that is wrong, correct it there"
         )
     memory_s = config.lease_s if island.counted else 0.0
-    wall_time = before.heard(now, unused_s, more, shortest_s, memory_s)
+    unused_s -= more * shortest_s / FASTER
+    wall_time = before.heard(now, unused_s, more, memory_s)
     step_s = _no_shorter(said.step_seconds, shortest_s) or island.step_seconds
     steps = island.steps + more
     island = replace(island, steps=steps, step_seconds=step_s, wall_time=wall_time)

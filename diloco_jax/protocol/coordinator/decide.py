@@ -144,7 +144,7 @@ def _report(turn: Turn, event: Said, report: messages.Report) -> None:
         # stopped by its own count and goes on after losses is in the pacing already.
         island = schedule.restart(island)
     heard, too_fast = claims.heard(config, island, report, turn.now)
-    if wrong := claims.wrong_report(island, report) or too_fast:
+    if wrong := claims.wrong(island, report) or too_fast:
         members.put_out(turn, island, wrong)
         return
     through, new = island.records_through, []
@@ -320,56 +320,55 @@ def _tell_absences(turn: Turn) -> None:
         return
     lasts_s, reunion_s = turn.config.lease_s, turn.config.reunion_s
     due = {name: known.due.get(name, now + lasts_s) for name in absent}
-    known = replace(known, due=due)
     left = f"{len(live)} of {len(islands)} islands are left"
     if live and known.none_told:
         assert known.none_due is not None
         away_s = now - known.none_due + lasts_s
         turn.alert(
-            f"{_names(live)} {_are(live)} back: for {away_s:.0f} s no island was left; "
-            f"{left}"
+            f"{_who_are(live)} back: for {away_s:.0f} s no island was left; {left}"
         )
         # Those that are still absent are told of, if they stay so.
         turn.set(absences=Absences(due=dict.fromkeys(absent, now + lasts_s)))
         return
-    if live:
-        known = replace(known, none_due=None)
-    elif known.none_due is None:
-        known = replace(known, none_due=now + lasts_s)
-    if known.none_due is not None and now >= known.none_due and not known.none_told:
-        known = replace(known, none_told=True, told=tuple(sorted({*known.told, *due})))
+    told, none_told = {*known.told}, known.none_told
+    none_due = None if live else (known.none_due or now + lasts_s)
+    if none_due is not None and now >= none_due and not none_told:
+        none_told, told = True, told | {*due}
         turn.alert(
-            f"no island is left: for {lasts_s:g} s each of {_names(islands)} has been "
-            f"absent or gone, and nothing is computed; look at their machines and at "
-            f"the network between them and the coordinator"
+            f"no island is left: {_who_are(islands)} absent or gone, each for "
+            f"{lasts_s:g} s or more, and nothing is computed; look at their machines "
+            f"and at the network between them and the coordinator"
         )
-    untold = {name: at for name, at in due.items() if name not in known.told}
-    if any(at <= now for at in untold.values()):
+    untold = {name: at for name, at in due.items() if name not in told}
+    if min(untold.values(), default=math.inf) <= now:
         found = [name for name, at in untold.items() if at <= now + reunion_s]
-        known = replace(known, told=tuple(sorted({*known.told, *found})))
+        told |= {*found}
         turn.alert(
-            f"{_names(found)} {_are(found)} absent: no sign of life for {lasts_s:g} s "
+            f"{_who_are(found)} absent: no sign of life for {lasts_s:g} s "
             f"or more; {left}; look at the machines, and at the network between them "
             f"and the coordinator; an island that is back goes on where it was",
             found[0],
         )
-    back = sorted({*known.told} & {*live})
+    back = sorted(told & {*live})
     back_due = (known.back_due or now + reunion_s) if back else None
-    if back_due is not None and (now >= back_due or len(back) == len(known.told)):
-        told = tuple(name for name in known.told if name not in back)
-        known, back_due = replace(known, told=told), None
-        turn.alert(f"{_names(back)} {_are(back)} back; {left}", back[0])
-    known = replace(known, back_due=back_due)
+    if back_due is not None and (now >= back_due or len(back) == len(told)):
+        told, back_due = told - {*back}, None
+        turn.alert(f"{_who_are(back)} back; {left}", back[0])
+    known = Absences(
+        due=due,
+        told=tuple(sorted(told)),
+        back_due=back_due,
+        none_due=none_due,
+        none_told=none_told,
+    )
     turn.set(absences=NOBODY if known == NOBODY else known)
 
 
-def _names(islands: Iterable[str]) -> str:
+def _who_are(islands: Iterable[str]) -> str:
     names = sorted(islands)
     beyond = len(names) - NAMED
     shown = ", ".join(map(repr, names[:NAMED]))
     more = f" and {beyond} more" if beyond > 0 else ""
-    return f"island{'s' if len(names) > 1 else ''} {shown}{more}"
-
-
-def _are(islands: Iterable[str]) -> str:
-    return "are" if len(list(islands)) > 1 else "is"
+    if len(names) == 1:
+        return f"island {shown} is"
+    return f"islands {shown}{more} are"

@@ -2,18 +2,14 @@
 books are closed; and what extends a run that is over.
 
 Deltas asked for before the end are merged by the usual rules. Then the flush merges
-every fragment once, from all live islands that have open steps in it. A delta left
-behind at a goodbye is merged too, without waiting for its island.
+every fragment once, from all live islands that have open steps in it, and with what was
+left behind at goodbyes. As many fragments of a worker are open at once as memory has
+room for: else some deltas of each could fill it, and none would ever have all of its.
+While no delta comes, one more is opened now and then, so that an island that hangs does
+not keep the others' deltas out.
 
-As many fragments of a worker are open at once as memory has room for, with the deltas
-of all islands: otherwise some deltas of each could fill it, and no fragment would ever
-have all of its. While no delta comes, one more is opened every now and then, so that an
-island that hangs does not keep the others' deltas out.
-
-An island that stops before the run does is asked at once for all its open steps,
-without waiting for a tick, and may leave once those deltas have arrived. No tick counts
-on it. Its deltas wait for the next merges of their fragments, which no longer need the
-island (`takes.leave_behind`).
+An island that stops before the run does is asked at once for all its open steps, and
+may leave once those deltas have arrived (`takes.leave_behind`). No tick counts on it.
 """
 
 from __future__ import annotations

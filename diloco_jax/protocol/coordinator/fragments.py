@@ -30,7 +30,8 @@ from diloco_jax.protocol.coordinator.state import (
     Take,
     Turn,
     averaged,
-    with_account,
+    booked,
+    outstanding,
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
@@ -236,19 +237,15 @@ def _book_merge(
     for name in sorted(fragment.accounts):
         account = fragment.accounts[name]
         if name in live and name not in merged:
-            account = replace(
-                account,
-                merges_alive=account.merges_alive + 1,
-                missed_merges=account.missed_merges + 1,
-            )
-            fragment = with_account(fragment, name, account)
+            alive, missed = account.merges_alive + 1, account.missed_merges + 1
+            fragment = booked(fragment, name, merges_alive=alive, missed_merges=missed)
         if account.take is None:
             continue
         # An island whose record of the take is missing may have taken by now, and must
         # know the verdict before it adopts.
         if account.take.end is not None:
             fragment = takes.refuse_if_untimely(turn, fragment, name, tell=False)
-        take = takes.outstanding(fragment, name)
+        take = outstanding(fragment, name)
         verdict: Verdict = "refused" if take.refused else "pending"
         verdicts[name] = (take.tick, verdict, take.refused)
     return fragment, verdicts
@@ -339,13 +336,11 @@ def ask(
 
 def request(turn: Turn, fragment: Fragment, fleet: Fleet, name: str) -> Fragment:
     """Tell an island to make its outstanding take, now or some boundaries later."""
-    account, after = fragment.accounts[name], fleet.boundaries_after(name)
-    take = takes.outstanding(fragment, name)
+    take, after = outstanding(fragment, name), fleet.boundaries_after(name)
     message = TakeRequest(fragment=fragment.index, tick=take.tick, after=after)
-    turn.tell(account.session, message)
+    turn.tell(fragment.accounts[name].session, message)
     if after != take.after:
-        account = replace(account, take=replace(take, after=after))
-        fragment = with_account(fragment, name, account)
+        fragment = booked(fragment, name, take=replace(take, after=after))
     if after and not fragment.put_off:
         fragment = replace(fragment, put_off=True)
     return fragment

@@ -121,41 +121,26 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def heard(
-        self,
-        now: float,
-        unused_s: float,
-        steps: int,
-        shortest_s: float,
-        memory_s: float,
+        self, now: float, unused_s: float, steps: int, memory_s: float
     ) -> WallTime:
-        """Return the wall time after a message with so many claimed steps, for which
-        the unused time is enough. memory_s: age at which time in training counts for
-        less than half; 0: the time that has passed was none in training."""
-        unused_s -= steps * shortest_s / FASTER
+        """Return the wall time after a message with so many claimed steps, which leave
+        `unused_s`. memory_s: age at which time in training counts for less than half;
+        0: the time that has passed was none in training."""
+        heard = {"heard_at": now, "unused_s": unused_s}
         if not memory_s:
-            return msgspec.structs.replace(
-                self, heard_at=now, unused_s=unused_s, stepped_at=0.0
-            )
+            return msgspec.structs.replace(self, **heard, stepped_at=0.0)
         passed_s = now - self.heard_at
         kept = memory_s / (memory_s + passed_s)
-        heard = msgspec.structs.replace(
-            self,
-            heard_at=now,
-            unused_s=unused_s,
-            training_s=self.training_s * kept + passed_s,
-            steps=self.steps * kept + steps,
-        )
-        if not steps:
-            return heard
-        if self.stepped_at:
+        heard["training_s"] = self.training_s * kept + passed_s
+        heard["steps"] = self.steps * kept + steps
+        if steps and self.stepped_at:
             passed_s = now - self.stepped_at
             kept = memory_s / (memory_s + passed_s)
-            stepping_s = self.stepping_s * kept + passed_s
-            stepped = self.stepped * kept + steps
-            heard = msgspec.structs.replace(
-                heard, stepping_s=stepping_s, stepped=stepped
-            )
-        return msgspec.structs.replace(heard, stepped_at=now)
+            heard["stepping_s"] = self.stepping_s * kept + passed_s
+            heard["stepped"] = self.stepped * kept + steps
+        if steps:
+            heard["stepped_at"] = now
+        return msgspec.structs.replace(self, **heard)
 
 
 class Island(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
     State,
+    booked,
     with_account,
 )
 from diloco_jax.protocol.messages import (
@@ -37,40 +37,20 @@ from diloco_jax.protocol.messages import (
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, weighted by the fragments' parameters and floored; they balance:
-    computed = merged + sum(lost) + carried + in_flight."""
+    computed = merged + sum(lost) + carried + in_flight. Merges of all fragments that an
+    island was in, and while it was alive."""
 
     computed: int
     merged: int
     lost: dict[str, int]
     carried: int
-    in_flight: int
+    merges_in: int
+    merges_alive: int
 
-
-def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
-    """Book one delta as merged. If its incarnation has ended and another has begun,
-    the delta does not count as participation of the new one.
-
-    merged: tokens of the fragment's version, which the merge leads on from.
-    """
-    account = fragment.accounts[contribution.island]
-    settled: dict[str, Any] = {}
-    if account.incarnation == contribution.incarnation:
-        settled = {
-            "merges_in": account.merges_in + 1,
-            "merges_alive": account.merges_alive + 1,
-            "missed_merges": 0,
-            "start": max(account.start, contribution.end),
-            "take": None,
-            "told": Told(tick=contribution.tick, verdict="merged", reason=""),
-            "last": contribution,
-            "base_tokens": tokens_at(fragment, contribution.base, merged),
-        }
-    account = replace(
-        account,
-        merged_tokens=account.merged_tokens + contribution.tokens,
-        **settled,
-    )
-    return with_account(fragment, contribution.island, account)
+    @property
+    def in_flight(self) -> int:
+        """Tokens of which nothing is decided yet, with what flooring left."""
+        return self.computed - self.merged - self.carried - sum(self.lost.values())
 
 
 def merge(
@@ -79,13 +59,8 @@ def merge(
     """Return the fragment at the version into which these deltas are merged; recovery
     applies it too."""
     before = merged_into(fragment)
-    for c in merged:
-        account = fragment.accounts[c.island]
-        if account.incarnation == c.incarnation:
-            # Booked already, but for a record that is read again after a crash.
-            account = account.lose(c.start - account.start, "overwritten")
-            fragment = with_account(fragment, c.island, account)
-        fragment = book(fragment, c, before)
+    for contribution in merged:
+        fragment = book(fragment, contribution, before)
     return replace(
         fragment,
         version=version,
@@ -93,6 +68,31 @@ def merge(
         merging=(),
         merges=fragment.merges + 1,
     )
+
+
+def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
+    """Book one delta as merged. If its incarnation has ended and another has begun,
+    the delta does not count as participation of the new one.
+
+    merged: tokens of the fragment's version, which the merge leads on from.
+    """
+    c, account = contribution, fragment.accounts[contribution.island]
+    if account.incarnation == c.incarnation:
+        # Booked already, but for a record that is read again after a crash.
+        account = account.lose(c.start - account.start, "overwritten")
+        account = replace(
+            account,
+            merges_in=account.merges_in + 1,
+            merges_alive=account.merges_alive + 1,
+            missed_merges=0,
+            start=max(account.start, c.end),
+            take=None,
+            told=Told(tick=c.tick, verdict="merged", reason=""),
+            last=c,
+            base_tokens=tokens_at(fragment, c.base, merged),
+        )
+    account = replace(account, merged_tokens=account.merged_tokens + c.tokens)
+    return with_account(fragment, c.island, account)
 
 
 def newest(
@@ -134,39 +134,29 @@ def close_account(
         settled_steps = island.steps
     account = fragment.accounts[island.name]
     account = account.lose(max(island.steps - settled_steps, 0), reason)
-    account = replace(
-        account,
-        start=max(island.steps, settled_steps),
-        take=None,
-        told=None,
-    )
-    return with_account(fragment, island.name, account)
+    fragment = with_account(fragment, island.name, account)
+    start = max(island.steps, settled_steps)
+    return booked(fragment, island.name, start=start, take=None, told=None)
 
 
 def carry(fragment: Fragment, name: str, steps: int) -> Fragment:
     """Book the incarnation's first `steps` steps as carried: they are in the books of
     an earlier term."""
     account = fragment.accounts[name]
-    account = replace(
-        account,
-        carrying=False,
-        start=steps,
-        carried_tokens=account.carried_tokens + steps * account.tokens_per_step,
-    )
-    return with_account(fragment, name, account)
+    tokens = account.carried_tokens + steps * account.tokens_per_step
+    return booked(fragment, name, carrying=False, start=steps, carried_tokens=tokens)
 
 
 def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragment:
     """Open the account of a new incarnation: totals stay, the step count restarts.
     carrying: the incarnation began in an earlier term."""
-    account = fragment.accounts.get(island.name)
     fresh = Account(
         incarnation=island.incarnation,
         session=island.session,
         tokens_per_step=island.tokens_per_step,
         carrying=carrying,
     )
-    if account is not None:
+    if (account := fragment.accounts.get(island.name)) is not None:
         fresh = replace(
             fresh,
             merged_tokens=account.merged_tokens,
@@ -178,80 +168,29 @@ def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragm
     return with_account(fragment, island.name, fresh)
 
 
-class Sums(msgspec.Struct, kw_only=True):
-    """One island's accounts, added up over the fragments. Tokens are multiplied by the
-    fragments' parameters."""
-
-    merged: int = 0
-    carried: int = 0
-    lost: dict[str, int] = msgspec.field(default_factory=dict)
-    merges_in: int = 0
-    merges_alive: int = 0
-
-    def add(self, account: Account, size: int, times: int = 1) -> None:
-        """Add the account of a fragment of `size` parameters; -1 times takes it out."""
-        weight = times * size
-        self.merged += weight * account.merged_tokens
-        self.carried += weight * account.carried_tokens
-        for reason, tokens in account.lost_tokens.items():
-            self.lost[reason] = self.lost.get(reason, 0) + weight * tokens
-        self.merges_in += times * account.merges_in
-        self.merges_alive += times * account.merges_alive
-
-    def totals(self, config: PolicyConfig, computed: int) -> Totals:
-        """Return the totals of an island that has computed so many tokens."""
-        merged = self.merged // config.parameters
-        carried = self.carried // config.parameters
-        lost = {r: value // config.parameters for r, value in self.lost.items()}
-        lost = {reason: value for reason, value in lost.items() if value}
-        return Totals(
-            computed=computed,
-            merged=merged,
-            lost=lost,
-            carried=carried,
-            in_flight=computed - merged - carried - sum(lost.values()),
-        )
-
-
-class Tally:
-    """The sums of all islands, for one state after the other.
-
-    Accounts are immutable values, so only those that are not the ones of the state
-    before are added again. A status then costs what has changed, not islands times
-    fragments.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Sums] = {}
-        self._accounts: list[dict[str, Account]] = []
-        """Accounts in the sums, by fragment."""
-
-    def of(self, config: PolicyConfig, state: State) -> dict[str, Sums]:
-        """Return the sums by island. The next call changes them."""
-        if not self._accounts:
-            self._accounts = [{} for _ in state.fragments]
-        for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-            added = self._accounts[fragment.index]
-            if added is fragment.accounts:
-                continue
-            for name, account in fragment.accounts.items():
-                before = added.get(name)
-                if before is account:
-                    continue
-                sums = self._sums.setdefault(name, Sums())
-                if before is not None:
-                    sums.add(before, size, -1)
-                sums.add(account, size)
-            self._accounts[fragment.index] = fragment.accounts
-        return self._sums
-
-
 def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
     """Return one island's tokens over all its incarnations."""
-    sums = Sums()
-    for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
-        sums.add(fragment.accounts[name], size)
-    return sums.totals(config, state.islands[name].computed_tokens)
+    accounts = [fragment.accounts[name] for fragment in state.fragments]
+    lost = Counter[str]()
+    for account, size in zip(accounts, config.fragment_sizes, strict=True):
+        for reason, tokens in account.lost_tokens.items():
+            lost[reason] += size * tokens
+    floored = {reason: value // config.parameters for reason, value in lost.items()}
+    return Totals(
+        computed=state.islands[name].computed_tokens,
+        merged=_weighted(config, [a.merged_tokens for a in accounts]),
+        lost={reason: tokens for reason, tokens in floored.items() if tokens},
+        carried=_weighted(config, [a.carried_tokens for a in accounts]),
+        merges_in=sum(account.merges_in for account in accounts),
+        merges_alive=sum(account.merges_alive for account in accounts),
+    )
+
+
+def _weighted(config: PolicyConfig, tokens: Sequence[int]) -> int:
+    """Return the mean of tokens by fragment, weighted by parameters and floored."""
+    sizes = config.fragment_sizes
+    weighted = (size * each for size, each in zip(sizes, tokens, strict=True))
+    return sum(weighted) // config.parameters
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
@@ -265,7 +204,8 @@ def run_totals(config: PolicyConfig, state: State) -> Totals:
         merged=sum(totals.merged for totals in each),
         lost=dict(lost),
         carried=sum(totals.carried for totals in each),
-        in_flight=sum(totals.in_flight for totals in each),
+        merges_in=sum(totals.merges_in for totals in each),
+        merges_alive=sum(totals.merges_alive for totals in each),
     )
 
 

@@ -63,10 +63,8 @@ from diloco_jax.protocol.messages import (
 
 def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     """Return the reason to refuse an island; None if it may join."""
-    if (refused := _refusal(config, state, event)) is None:
-        return None
-    code, message = refused
-    return Refused(code=code, message=message)
+    refused = _refusal(config, state, event)
+    return refused and Refused(code=refused[0], message=refused[1])
 
 
 def _refusal(
@@ -291,7 +289,7 @@ def hello(turn: Turn, event: Hello) -> bool:
     known = turn.state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
         heard, too_fast = claims.heard(turn.config, known, event, turn.now)
-        if wrong := claims.wrong_hello(known, event) or too_fast:
+        if wrong := claims.wrong(known, event) or too_fast:
             put_out(turn, known, wrong)
             return False
         _resume(turn, heard, event)

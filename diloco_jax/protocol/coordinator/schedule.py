@@ -5,20 +5,15 @@ floor((n - 1) H / P) steps since the last tick (or since it joined). A tick's nu
 identifies takes, so it is never used twice, not even after a crash: numbers are
 durably reserved before they are used.
 
-Cycles are kept for people, and watched while the run trains. Cycle c has the ticks (c -
-1) P + 1 to c P, and fragment f its turn at the f-th of them. The cycle's version of a
-fragment is that of its last merge with a tick up to its turn, whenever that merge
-ended. So all fragments of one cycle are of one moment of the schedule, and nothing
-waits for them: each is kept once its version is sure, before its next merge can replace
-it. One cycle is kept at a time, which bounds what is held. The flush's ticks come out
-of turn: most of its merges are of no cycle, and no cycle begins to be kept once the run
-has stopped. A run that is extended goes on with a new cycle.
+Cycle c has the ticks (c - 1) P + 1 to c P, and fragment f its turn at the f-th of them.
+The cycle's version of a fragment is that of its last merge with a tick up to its turn,
+whenever that merge ended. So all fragments of one cycle are of one moment, and nothing
+waits for them: each is kept, or copied by the island that watches, once its version is
+sure (`is_at_cycle`). One cycle is kept at a time, and one watched, which bounds what is
+held. The flush's ticks come out of turn: no cycle begins once the run has stopped.
 
-In every cycle whose number `watch_every` divides, one island copies the anchors of that
-cycle (`is_at_cycle`), each when its version is sure, and evaluates them. Islands of
-about the pacing speed that are not at it take turns, by name: a slower one would miss
-versions. One cycle is asked for at a time. Nothing waits for an island, and nothing is
-durable: a cycle that an island misses has no point on the curve.
+Islands of about the pacing speed take turns to watch, by name: a slower one would miss
+versions. Nothing of that is durable: a missed cycle has no point on the curve.
 """
 
 from __future__ import annotations

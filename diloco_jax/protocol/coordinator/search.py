@@ -2,10 +2,9 @@
 is known of the islands that offer theirs; and what is believed of them. `anchors.py`
 decides.
 
-Whom a coordinator without its state believes: of islands that offer anchors, the run of
-most, and claims that are not far above those of most. If two islands differ, nobody can
-tell which is wrong: it takes three to disbelieve one. After the state is lost, what
-islands heard becomes the run's, so a wrong claim would spoil it.
+Believed are, of islands that offer anchors, the run of most, and claims that are not
+far above those of most: after the state is lost, what islands heard becomes the run's.
+Of two that differ nobody can tell which is wrong: it takes three to disbelieve one.
 """
 
 from __future__ import annotations
@@ -136,21 +135,24 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""
     """Samples are drawn with it; no island knows it."""
 
-    def sample_of(self, claim: Claim | None) -> int:
+    @property
+    def giver(self) -> str:
+        """The one island that gives first parameters."""
+        (name,) = self.names
+        return name
+
+    def counts(self, fragment: int, version: Version) -> bool:
+        """Tell whether the log, if there is one, knows all merges after a version."""
+        return self.known is None or version in self.known[fragment]
+
+    def sample_of(self, claim: Claim) -> int:
         """Return the number with which the sample of a claim is drawn; 0: the whole
-        anchor is asked for. Nobody can tell it before the claim has come."""
-        if claim is None:
+        anchor is asked for. Nobody can tell it before the anchor has come."""
+        if claim.anchor is None:
             return 0
-        of = f"{self.secret}/{claim.anchor.fragment}/{claim.anchor.digest}"
+        of = f"{self.secret}/{claim.fragment}/{claim.anchor.digest}"
         drawn = hashlib.sha256(of.encode()).digest()[:4]
         return 1 + int.from_bytes(drawn, "little")
-
-
-class AwaitedAnchor(NamedTuple):
-    """The island that is to send a fragment, and the deadline."""
-
-    island: str
-    until: float
 
 
 Vote = Literal["agrees", "differs", "apart", "far"]
@@ -159,9 +161,14 @@ tell."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """An anchor that a holder has, and what other islands say of it."""
+    """An anchor that is asked for or, once its holder has it, is judged."""
 
-    anchor: AnchorKept
+    fragment: int
+    island: str
+    """The island whose anchor it is."""
+    until: float
+    """The time by which it must come."""
+    anchor: AnchorKept | None = None
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """The deadline of each island that votes."""
     votes: Mapping[str, Vote] = msgspec.field(default_factory=dict)
@@ -169,9 +176,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The end of the wait for a third island, once two differ."""
 
     @property
-    def island(self) -> str:
-        """The island whose anchor it is."""
-        return self.anchor.island
+    def deadlines(self) -> list[float]:
+        """Times at which time alone changes something of it."""
+        if self.anchor is None:
+            return [self.until]
+        return [*self.asked.values(), self.waits_until]
 
     def without(self, name: str) -> Claim:
         """Return it without the vote of an island, whose deadline stays. One that
@@ -197,13 +206,15 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     def torn(self) -> str:
         """Describe two islands that differ, and what a person can do; empty while
         nobody waits for a third."""
-        anchor, differ = self.anchor, self.by("differs")
-        if not (self.waits_until and len(differ) == self.total - 1 == 1):
+        differ = self.by("differs")
+        if self.anchor is None or not self.waits_until:
             return ""
-        one, two = sorted((anchor.island, *differ))
+        if not len(differ) == self.total - 1 == 1:
+            return ""
+        one, two = sorted((self.island, *differ))
         return (
             f"islands {one!r} and {two!r} have two anchors of fragment "
-            f"{anchor.fragment} at version {tuple(anchor.replaced)}, and no third "
+            f"{self.fragment} at version {tuple(self.anchor.replaced)}, and no third "
             f"island offers one: start the coordinator again with --trust and the "
             f"island whose values the run is to go on with, or bring a third one back"
         )
@@ -236,12 +247,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
-    asked: Mapping[int, AwaitedAnchor] = msgspec.field(default_factory=dict)
+    claims: Mapping[int, Claim] = msgspec.field(default_factory=dict)
+    """Anchors that are asked for, or not judged yet, by fragment."""
     failed: Mapping[tuple[str, int], str] = msgspec.field(default_factory=dict)
     """Each (island, fragment) that did not come, with an empty text, or does not count,
     and why."""
-    claims: Mapping[int, Claim] = msgspec.field(default_factory=dict)
-    """Anchors that are not judged yet, by fragment."""
     got: Mapping[int, AnchorKept] = msgspec.field(default_factory=dict)
     unchecked: frozenset[str] = frozenset()
     """Islands whose anchors too few others could check."""

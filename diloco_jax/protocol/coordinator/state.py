@@ -2,29 +2,21 @@
 
 Events go in with a time; effects come out in the order in which the shell must carry
 them out. A `Persist` is durable before any later effect of the same step is visible.
-A `Tell` carries the message itself, addressed to a session. What a holder of fragments
-is told, and tells, is in `protocol/holding.py`. Only the shell uses `Hello.run`,
-`plan`, `island_config` and `environment` (compared and noted before the hello becomes
-an event) and `Report.measures`. A hello's `versions`, `tokens` and `next_position` are
-for a coordinator without its state (`anchors.py`).
+What a holder of fragments is told, and tells, is in `protocol/holding.py`. Only the
+shell uses `Hello.run`, `plan`, `island_config` and `environment` and `Report.measures`.
+A hello's `versions`, `tokens` and `next_position` are for a coordinator without its
+state (`anchors.py`).
 
 State is plain frozen values. An island's steps are settled fragment by fragment in an
 `Account`: `[0, start)` is merged or lost, `[start, steps)` is open, and a `Take` covers
 the first open steps. State that belongs to one fragment is in its `Fragment` and
 nowhere else.
 
-Every legal move is in a table (`MACHINES`):
-
-1. Phases and statuses change only by `StateMachine.move`. A move that is not in a table
-   raises: it is a bug in this package, and no message of a peer can cause it.
-2. A message that makes no move in the current state changes nothing. It is counted as
-   `Ignored`. On a lossy wire some of these are usual: messages are repeated, or sent
-   to a process that has been replaced. `EXPECTED` lists them, each with its reason.
-   Any other shows that the two ends disagree.
-
-A tick opens a fragment. The fragment closes when its merge begins, and commits when the
-merge is computed and durable. A take is asked for; its record and its bytes arrive in
-either order, and with both it is ready. docs/design/architecture.md draws the tables.
+Every legal move is in a table (`MACHINES`), which docs/design/architecture.md draws.
+Phases and statuses change only by `StateMachine.move`: a move that is in no table is a
+bug in this package, and no message of a peer can cause it. A message that makes no move
+in the current state changes nothing, and is counted as `Ignored`. `EXPECTED` lists
+those that a lossy wire brings; any other shows that the two ends disagree.
 """
 
 from __future__ import annotations
@@ -474,6 +466,11 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
     return replace(fragment, accounts={**accounts, name: account}, lost_in_all=lost)
 
 
+def booked(fragment: Fragment, name: str, **changes: Any) -> Fragment:
+    """Return the fragment with these fields of an account changed."""
+    return with_account(fragment, name, replace(fragment.accounts[name], **changes))
+
+
 def averaged(average: float, value: float) -> float:
     """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value
@@ -605,6 +602,21 @@ def take_state(take: Take | None) -> TakeState:
     if take.end is None:
         return "arrived" if take.arrived else "asked"
     return "ready" if take.arrived else "taken"
+
+
+def outstanding(fragment: Fragment, name: str) -> Take:
+    """Return the take of an island that has one."""
+    take = fragment.accounts[name].take
+    assert take is not None
+    return take
+
+
+def take_moved(fragment: Fragment, name: str, move: str, **changes: Any) -> Fragment:
+    """Return the fragment after a legal move of a take, which changes these fields."""
+    before = outstanding(fragment, name)
+    take = replace(before, **changes)
+    TAKE.check(take_state(before), move, take_state(take))
+    return booked(fragment, name, take=take)
 
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -3,30 +3,19 @@
 The record of a delta's steps comes on the control stream, its bytes on a bulk stream;
 the delta can be merged when both have arrived.
 
-Deltas that are much longer than those of the other islands are refused, and an island
-is quarantined after too many unfit ones in a row. An honest delta is at most as long as
-its steps' learning rates allow: their sum, times the length of an update at rate 1
-(docs/design/bounds.md). So an island's delta may be `sync.delta_bound` times as long as
-is usual among the other islands and for the island itself. The usual length is the
-upper median of their lengths, or of their lengths over their sums of rates times the
-sum of this delta if that is more: both a random walk and a straight one are honest.
-There is no lower bound. So a minority of the islands can neither bring in a long delta
-nor keep others out.
-
-Each island says the sum of its rates with its take. No more is believed than its steps
-at the highest rate that the run's schedule had since its last merge.
-
-Deltas are judged when the fragment closes, so that deltas of one tick are compared. No
-fragment waits for quarantined islands, so their deltas are judged as they arrive.
+Deltas that are much longer than those of the other islands are refused, by the rule of
+docs/design/bounds.md, and an island is quarantined after too many unfit ones in a row.
+There is no lower bound: a minority of the islands can neither bring in a long delta nor
+keep others out. Deltas are judged when the fragment closes, so that those of one tick
+are compared. No fragment waits for quarantined islands, so theirs are judged as they
+arrive.
 
 Every refusal makes the island restart that fragment from its anchor, so a cycle later
 nothing of its old values is left. The coordinator still asks a quarantined island for
 its deltas and judges them, but merges none. It releases the island once all deltas of
 `sync.release_cycles` cycles in a row were fit, or when an operator asks for it. A new
-incarnation of a quarantined island is quarantined too.
-
-A majority of the live islands is never quarantined: if most differ from the rest,
-nobody can tell who is right.
+incarnation of a quarantined island is quarantined too. A majority of the live islands
+is never quarantined: if most differ from the rest, nobody can tell who is right.
 """
 
 from __future__ import annotations
@@ -51,6 +40,9 @@ from diloco_jax.protocol.coordinator.state import (
     Take,
     Turn,
     averaged,
+    booked,
+    outstanding,
+    take_moved,
     take_state,
     with_account,
     with_island,
@@ -111,20 +103,20 @@ def known(turn: Turn, fragment: Fragment, name: str, held: Outstanding) -> Fragm
     account = account.lose(start - account.start, "overwritten")
     if asked is None or asked.tick != held.tick:
         asked = Take(tick=held.tick)
-    take = replace(
-        asked,
+    account = replace(account, start=start, take=asked)
+    fragment = take_moved(
+        with_account(fragment, name, account),
+        name,
+        "record",
         start=start,
         end=max(held.end, start),
         base=held.base,
         taken_at=turn.now,
         rate_sum=held.rate_sum,
     )
-    TAKE.check(take_state(asked), "record", take_state(take))
-    account = replace(account, start=start, take=take)
-    fragment = with_account(fragment, name, account)
     if held.start < start:
         return refuse(turn, fragment, name, "overlap")
-    if take.end == take.start:
+    if held.end <= start:
         return refuse(turn, fragment, name, "empty")
     fragment = _refuse_miscounted(turn, fragment, name)
     return refuse_if_untimely(turn, fragment, name)
@@ -139,20 +131,12 @@ def _known_as(account: Account, tick: int) -> str:
     return "judged" if told is not None and tick <= told.tick else ""
 
 
-def outstanding(fragment: Fragment, name: str) -> Take:
-    """Return the take of an island that has one."""
-    take = fragment.accounts[name].take
-    assert take is not None
-    return take
-
-
 def adopted(fragment: Fragment, name: str, version: Version) -> Fragment:
     """Note the version of an island's anchor, from which it takes; none that no merge
     has made."""
-    account = fragment.accounts[name]
-    if not account.adopted < version <= fragment.version:
+    if not fragment.accounts[name].adopted < version <= fragment.version:
         return fragment
-    return with_account(fragment, name, replace(account, adopted=version))
+    return booked(fragment, name, adopted=version)
 
 
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
@@ -179,8 +163,7 @@ def pending(turn: Turn, fragment: Fragment, name: str) -> None:
 def arrived(turn: Turn, fragment: Fragment, event: DeltaArrived) -> Fragment:
     """Note that a delta's bytes have arrived, or proved unfit."""
     name = event.island
-    account = fragment.accounts[name]
-    take = account.take
+    take = fragment.accounts[name].take
     if take is None or take.tick != event.tick:
         drop_unknown(turn, fragment, event)
         turn.ignore("take", "none", "bytes")
@@ -191,14 +174,11 @@ def arrived(turn: Turn, fragment: Fragment, event: DeltaArrived) -> Fragment:
     if take.taken_at and not event.refusal and not take.refused:
         transfer_s = averaged(fragment.transfer_seconds, turn.now - take.taken_at)
         fragment = replace(fragment, transfer_seconds=transfer_s)
-    here = replace(
-        take, arrived=True, norm=event.norm, used=event.used, uses=event.uses
-    )
-    TAKE.check(take_state(take), "bytes", take_state(here))
-    fragment = with_account(fragment, name, replace(account, take=here))
+    measured = {"norm": event.norm, "used": event.used, "uses": event.uses}
+    fragment = take_moved(fragment, name, "bytes", arrived=True, **measured)
     if event.refusal:
         return refuse(turn, fragment, name, event.refusal)
-    if here.refused:
+    if take.refused:
         drop(turn, fragment, name)
     return _refuse_miscounted(turn, fragment, name)
 
@@ -249,8 +229,7 @@ def leave_behind(fragment: Fragment, name: str) -> Fragment:
         or any(other.island == name for other in fragment.left_behind)
     ):
         return fragment
-    account = replace(fragment.accounts[name], take=None)
-    fragment = with_account(fragment, name, account)
+    fragment = booked(fragment, name, take=None)
     return replace(fragment, left_behind=(*fragment.left_behind, delta))
 
 
@@ -273,15 +252,18 @@ def refuse_left_behind(
     """Drop a delta that was left behind; its steps are lost. most: as in `refuse`."""
     account = fragment.accounts[old.island].lose_tokens(old.tokens, reason)
     fragment = with_account(fragment, old.island, account)
-    delta = old.key(fragment.index)
-    norm = old.norm
-    refused = records.DeltaRefused(
-        **delta._asdict(), reason=reason, norm=norm, most=most
-    )
-    turn.note(refused)
-    turn.effects.append(Drop(delta=delta))
+    _note_refusal(turn, old.key(fragment.index), reason, old.norm, most)
+    turn.effects.append(Drop(delta=old.key(fragment.index)))
     others = tuple(c for c in fragment.left_behind if c is not old)
     return replace(fragment, left_behind=others)
+
+
+def _note_refusal(
+    turn: Turn, delta: DeltaKey, reason: RefusalReason, norm: float, most: float
+) -> None:
+    turn.note(
+        records.DeltaRefused(**delta._asdict(), reason=reason, norm=norm, most=most)
+    )
 
 
 def ready(fragment: Fragment, name: str) -> Contribution | None:
@@ -316,21 +298,18 @@ def refuse(
     """Refuse an outstanding take; it stays outstanding until the island knows. most:
     the length that was allowed, or its tokens, if that is the reason. tell: False if a
     publish tells the island."""
-    account, before = fragment.accounts[name], outstanding(fragment, name)
-    if before.refused:
+    take = outstanding(fragment, name)
+    if take.refused:
         return fragment
-    take = replace(before, refused=reason)
-    TAKE.check(take_state(before), "refuse", take_state(take))
-    fragment = with_account(fragment, name, replace(account, take=take))
+    fragment = take_moved(fragment, name, "refuse", refused=reason)
     if reason == "non_finite":
         fragment = replace(fragment, unfit_deltas=fragment.unfit_deltas + 1)
         _alert_of_unfit(turn, fragment, name)
     norm = take.used if reason == "miscounted" else take.norm
-    delta = delta_of(fragment, name)._asdict()
-    turn.note(records.DeltaRefused(**delta, reason=reason, norm=norm, most=most))
+    _note_refusal(turn, delta_of(fragment, name), reason, norm, most)
     if tell:
         verdict = verdict_at(fragment, take.tick, "refused", reason)
-        turn.tell(account.session, verdict)
+        turn.tell(fragment.accounts[name].session, verdict)
     drop(turn, fragment, name)
     return fragment
 
@@ -367,11 +346,10 @@ def verdict_at(
 def ask_to_resend(turn: Turn, fragment: Fragment, name: str) -> Fragment:
     """Ask an island to send again a delta that it still holds. Nobody knows then how
     long the delta is under way: outages are no transfer."""
-    account, take = fragment.accounts[name], outstanding(fragment, name)
+    take = outstanding(fragment, name)
     message = ResendRequest(fragment=fragment.index, tick=take.tick)
-    turn.tell(account.session, message)
-    account = replace(account, take=replace(take, taken_at=0.0))
-    return with_account(fragment, name, account)
+    turn.tell(fragment.accounts[name].session, message)
+    return booked(fragment, name, take=replace(take, taken_at=0.0))
 
 
 def is_merging(fragment: Fragment, name: str, tick: int) -> bool:

@@ -2,24 +2,13 @@
 
 A decision is one value without arrays, which wait in the shell by fragment and version.
 Host 0 makes it from the messages it received. The other hosts, the tape's replay and
-the simulator act on the same value.
+the simulator's islands act on the same value, all through `Boundary`, each with its own
+`Arrays`, `Incoming`, `Outgoing` and `LeasedData`. Grants, progress and a new term come
+first, then verdicts, then adoptions and takes in the order of the adopt rule.
 
-Grants, progress and a new term come first, then verdicts, then adoptions and takes in
-the order of the adopt rule. The train loop, the simulator's virtual islands and replay
-all act through `Boundary`, each with its own `Arrays`, `Incoming`, `Outgoing` and
-`LeasedData`.
-
-An island's turn at the merged model (`Watching`) follows from decisions, so all its
-hosts come to the same. The coordinator names the versions of one cycle, fragment by
-fragment (`Watch`). Each is copied while it is the anchor: before the adoption that
-would replace it, or after the one that brings it. Once all fragments of the cycle are
-copied, the copies are evaluated between steps.
-
-The books of an incarnation say which of its steps are in which take. They hold, per
-fragment, the anchor's version, the first step that is in no take yet, and the
-outstanding take. Steps count from 0; a take at step s covers the half-open interval
-[start, s). Every change is a `Record`: the coordinator puts it on the tape and keeps
-its ledger from it. There are no arrays here: the shell applies the outcomes.
+The books of an incarnation say which of its steps are in which take: a take at step s
+covers the half-open interval [start, s). Every change is a `Record`: the coordinator
+puts it on the tape and keeps its ledger from it.
 
 A fragment is *unsettled* from its take until the adoption of a version that may contain
 the take. Until then its local value is anchor - delta + later steps, so a second take
@@ -439,7 +428,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watching:
-    """The cycle that one incarnation watches.
+    """The cycle that one incarnation watches. Each version of it is copied while it is
+    the anchor: before the adoption that would replace it, or after the one that brings
+    it. Once all fragments are copied, the copies are evaluated between steps.
 
     copy: copies the anchor of a fragment, in the place of an earlier cycle's.
     """

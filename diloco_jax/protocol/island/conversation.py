@@ -1,18 +1,14 @@
 """An island's conversation with the coordinator: messages in, decisions out.
 
-`receive` takes the coordinator's messages, `decide` turns them into the decision for
-the next step boundary, and `status` and `unsent` return the island's part. The state is
-bounded: one take request and one adoption per fragment, verdicts on outstanding takes,
-and records until the coordinator has them (while it is away, few new ones arise).
+The state is bounded: one take request and one adoption per fragment, verdicts on
+outstanding takes, and records until the coordinator has them (while it is away, few new
+ones arise).
 
-`Fetching` has the order of the fetches, and the version that each continues from. A
-join fetches every fragment in full, JOIN_FETCHES at a time. After the join, fetches
-run one at a time, the fragment that lags most first. A fetch continues from the
-island's version, or is in full if the coordinator no longer keeps that chain. Every
-host fetches its part; `agreed` tells what became of the whole.
-
-In a region with others, an island has publishes one by one from their donors, and gives
-those whose donor it is itself. It has these first: islands that awaited each other's
+A join fetches every fragment in full, JOIN_FETCHES at a time. After it, fetches run one
+at a time, the fragment that lags most first, each from the island's version on, or in
+full if the coordinator no longer keeps that chain. Every host fetches its part. In a
+region with others (docs/design/regions.md), an island has publishes one by one from
+their donors, and those first that it gives itself: islands that awaited each other's
 publishes would wait in vain.
 """
 
@@ -388,8 +384,6 @@ class Fetching:
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
         self._under_way: set[int] = set()
-        self._behind = set(range(len(versions)))
-        """Fragments of which a newer version is wanted than the island has, or any."""
 
     @property
     def lacking(self) -> int:
@@ -405,7 +399,7 @@ class Fetching:
     def lags(self) -> bool:
         """True if a newer version is wanted than the island has, or any; its fetch may
         be under way."""
-        return bool(self._behind)
+        return bool(self._behind())
 
     def want(
         self, fragment: int, version: Version, sources: messages.Sources | None = None
@@ -413,7 +407,6 @@ class Fetching:
         """Note a published version; versions older than a known one are ignored."""
         if version >= self._wanted[fragment]:
             self._wanted[fragment] = version
-            self._compare(fragment)
             if sources is not None:
                 known = self._sources[fragment]
                 known[version] = sources
@@ -432,8 +425,9 @@ class Fetching:
         joined = self.joined
         lagging = [
             fragment
-            for fragment in self._behind - self._under_way
-            if fragment not in away and (joined or self._have[fragment] is None)
+            for fragment in self._behind()
+            if fragment not in {*self._under_way, *away}
+            and (joined or self._have[fragment] is None)
         ]
         limit = 1 if joined else JOIN_FETCHES
         if not lagging or len(self._under_way - away) >= limit:
@@ -455,7 +449,6 @@ class Fetching:
         self._have[fragment] = self._accepted[fragment] = version
         if known := self._sources[fragment]:
             self._sources[fragment] = {v: s for v, s in known.items() if v > version}
-        self._compare(fragment)
 
     def failed(self, fragment: int) -> None:
         """Note that a fetch brought nothing."""
@@ -466,7 +459,6 @@ class Fetching:
         fetch is in full."""
         self._under_way.discard(fragment)
         self._have[fragment] = None
-        self._compare(fragment)
 
     def disconnected(self) -> None:
         """Note that all fetches under way are lost."""
@@ -501,9 +493,8 @@ class Fetching:
         others = itertools.takewhile(lambda d: d.island != self._name, sources.donors)
         return tuple(d for d in others if self._rests.get(d.island, 0.0) <= now)
 
-    def _compare(self, fragment: int) -> None:
-        have = self._have[fragment]
-        if have is None or have < self._wanted[fragment]:
-            self._behind.add(fragment)
-        else:
-            self._behind.discard(fragment)
+    def _behind(self) -> list[int]:
+        """Return the fragments of which a newer version is wanted than the island has,
+        or any."""
+        both = enumerate(zip(self._have, self._wanted, strict=True))
+        return [f for f, (have, wanted) in both if have is None or have < wanted]

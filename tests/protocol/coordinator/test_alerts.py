@@ -1,140 +1,90 @@
 """People are told of islands that stay away, that are back, and that none is left."""
 
-import pytest
-from kit import joined, make_config, of
+from kit import begun, joined, of, scene, scenes
 
-from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.state import (
-    Alert,
+from diloco_jax.protocol.coordinator.state import Alert
+
+
+# A lease is 100 s, and so is the time before people are told.
+@scenes(
+    """
+an absence that lasts is told once, and so is the return
+    joined a b c reunion_s=5
+    b.away +90 a=0 c=0 +9 ->
+    +1 -> alert island 'b' is absent
+    a=0 c=0 +90 a=0 c=0 +90 a=0 c=0 ->
+    b.2 -> out fenced:b1; alert island 'b' is back
+    b.away +50 a=0 c=0 +50 -> alert island 'b' is absent
+an island that blinks is not told of
+    joined a b c reunion_s=5
+    b.away +90 a=0 c=0 b.back ->
+    +90 a=0 b=0 c=0 +90 a=0 b=0 c=0 ->
+silence counts from the end of the lease
+    joined a b c reunion_s=5
+    +90 a=0 c=0 +10 +80 a=0 c=0 +19 ->
+    +1 -> alert island 'b' is absent
+who returns alone is told of once the others could be back
+    joined a b c reunion_s=5
+    b.away c.away +90 a=0 +10 -> alert islands 'b', 'c' are absent
+    b.back ->
+    deadline -> 5
+    +4 ->
+    +1 -> alert island 'b' is back
+    b.away +80 a=0 +20 -> alert island 'b' is absent
+islands that are cut off one after the other are one alert
+    # The first deadline is the first island's, and the alert waits for the others.
+    joined a b c d reunion_s=5
+    b.away +2 c.away +4 d.away +90 a=0 ->
+    deadline -> 4
+    +4 -> alert islands 'b', 'c' are absent
+    deadline -> 6
+    +6 -> alert island 'd' is absent
+no island left is told apart, even if one said goodbye
+    # Who stays away as the first one is back may follow it.
+    joined a b c reunion_s=5
+    a.leaves +10 b.away c.away +99 ->
+    +1 -> alert no island is left
+    +5000 ->
+    a.2 -> alert island 'a' is back
+    +90 a=0 ->
+    +10 -> alert islands 'b', 'c' are absent
+time alone tells
+    joined a b c reunion_s=5
+    a.away b.away c.away
+    deadline -> 100
+    +100 -> alert no island is left
+    deadline -> none
+nobody is missed once the run ends
+    joined a b total_tokens=100
+    b.away a=10 +99 ->
+    phases -> stopping idle idle
+"""
 )
-
-LEASE_S = make_config().lease_s
-
-
-def told(effects):
-    return [alert.text for alert in of(effects, Alert)]
+def test_a_scene_of_absences(first: str, text: str) -> None:
+    scene(begun(first, joined=joined), text)
 
 
-def keep_alive(driver, seconds, *names):
-    """Time passes, and these islands report meanwhile; what people were told."""
-    found = []
-    while seconds > 0:
-        step = min(seconds, LEASE_S / 4)
-        seconds -= step
-        found += told(driver.wait(step))
-        for name in names:
-            found += told(driver.report(name))
-    return found
-
-
-@pytest.fixture
-def driver():
-    driver = joined("a", "b", "c", reunion_s=5.0)
-    return driver
-
-
-def test_an_island_that_blinks_is_not_told_of(driver):
-    driver.disconnect("b")
-    assert keep_alive(driver, 0.9 * LEASE_S, "a", "c") == []
-    assert told(driver.hello("b")) == []
-    assert keep_alive(driver, 3 * LEASE_S, "a", "b", "c") == []
-
-
-def test_an_absence_that_lasts_is_told_once_and_so_is_the_return(driver):
-    driver.disconnect("b")
-    (text,) = keep_alive(driver, LEASE_S, "a", "c")
-    assert "island 'b' is absent" in text
-    assert "2 of 3 islands are left" in text
-    assert keep_alive(driver, 5 * LEASE_S, "a", "c") == []
-    (text,) = told(driver.hello("b", incarnation=2))
-    assert "island 'b' is back" in text
-    assert "3 of 3 islands are left" in text
-    driver.disconnect("b")
-    (text,) = keep_alive(driver, LEASE_S, "a", "c")
-    assert "island 'b' is absent" in text, "another absence"
-
-
-def test_silence_counts_from_the_end_of_the_lease(driver):
-    assert keep_alive(driver, 1.75 * LEASE_S, "a", "c") == []
-    (text,) = keep_alive(driver, LEASE_S / 2, "a", "c")
-    assert "island 'b' is absent" in text
-
-
-def test_islands_that_are_cut_off_together_are_one_alert(driver):
-    driver.join(*(f"d{n}" for n in range(20)))
-    gone = [name for name in driver.state.islands if name != "a"]
+def test_islands_that_are_cut_off_together_are_one_alert() -> None:
+    d = joined("a", "b", "c", *(f"d{n}" for n in range(20)), reunion_s=5.0)
+    gone = [name for name in d.state.islands if name != "a"]
     for name in gone:
-        driver.wait(0.1)
-        driver.disconnect(name)
-    (text,) = keep_alive(driver, LEASE_S, "a")
-    assert "islands 'b', 'c', 'd0'" in text
-    assert " and 14 more are absent" in text
-    assert "1 of 23 islands are left" in text
-    found = []
-    for name in gone:
-        driver.now += 0.1
-        found += told(driver.hello(name))
-    assert len(found) == 1
-    assert " and 14 more are back; 23 of 23" in found[0]
+        d.wait(0.1)
+        d.disconnect(name)
+    d.report("a")
+    (alert,) = of(d.wait(d.config.lease_s - 1), Alert)
+    assert "islands 'b', 'c', 'd0'" in alert.text
+    assert " and 14 more are absent" in alert.text
+    assert "1 of 23 islands are left" in alert.text
+    d.report("a")
+    (alert,) = of([effect for name in gone for effect in d.hello(name)], Alert)
+    assert " and 14 more are back; 23 of 23" in alert.text
 
 
-def test_who_returns_alone_is_told_of_once_the_others_could_be_back(driver):
-    driver.play("b.away c.away")
-    keep_alive(driver, LEASE_S, "a")
-    for _ in range(2):
-        assert told(driver.hello("b")) == [], "c may follow within 5 s"
-        due = decide.next_deadline(driver.state, driver.now)
-        assert due == driver.now + 5.0
-        assert told(driver.wait(due - driver.now - 1.0)) == []
-        (text,) = told(driver.wait(1.0))
-        assert "island 'b' is back; 2 of 3 islands are left" in text
-        driver.disconnect("b")
-        (text,) = keep_alive(driver, LEASE_S, "a")
-        assert "island 'b' is absent" in text
-
-
-def test_islands_that_are_cut_off_one_after_the_other_are_one_alert():
-    """The first deadline is the first island's, and the alert waits for the others."""
-    driver = joined("a", "b", "c", "d", reunion_s=5.0)
-    for name, pause in (("b", 2.0), ("c", 4.0), ("d", 0.0)):
-        driver.disconnect(name)
-        driver.wait(pause)
-    lost = driver.state.absences.due
-    driver.report("a")
-    (text,) = told(driver.wait(lost["b"] - driver.now))
-    assert "islands 'b', 'c' are absent" in text
-    driver.report("a")
-    (text,) = told(driver.wait(lost["d"] - driver.now))
-    assert "island 'd' is absent" in text
-
-
-def test_no_island_left_is_told_apart_even_if_they_said_goodbye(driver):
-    driver.goodbye("a", "preempted")
-    driver.play("+10 b.away c.away")
-    (text,) = told(driver.wait(LEASE_S))
-    assert "no island is left" in text
-    assert "'a', 'b', 'c'" in text
-    assert told(driver.wait(50 * LEASE_S)) == []
-    (text,) = told(driver.hello("a", incarnation=2))
-    assert "island 'a' is back: for 5100 s no island was left; 1 of 3" in text
-    assert keep_alive(driver, 0.9 * LEASE_S, "a") == [], "they may follow"
-    (text,) = keep_alive(driver, 0.1 * LEASE_S, "a")
-    assert "islands 'b', 'c' are absent" in text, "they stay away"
-
-
-def test_time_alone_tells(driver):
-    """A driver that goes by the protocol's deadlines hears in time."""
-    for name in "abc":
-        driver.disconnect(name)
-    began, found = driver.now, []
-    while (at := decide.next_deadline(driver.state, driver.now)) is not None:
-        found += told(driver.wait(at - driver.now))
-    assert driver.now - began == LEASE_S
-    assert len(found) == 1
-
-
-def test_nobody_is_missed_once_the_run_ends():
-    driver = joined("a", "b", total_tokens=100)
-    driver.play("b.away a=10")
-    assert driver.state.phase != "running"
-    assert keep_alive(driver, 2 * LEASE_S) == []
+def test_that_none_is_left_is_told_with_all_names_and_its_end_with_the_time() -> None:
+    d = joined("a", "b", "c")
+    d.play("a.leaves b.away c.away +100")
+    (alert,) = of(d.effects, Alert)
+    assert "no island is left: islands 'a', 'b', 'c' are absent or gone" in alert.text
+    d.now += 5000
+    (alert,) = of(d.hello("a", incarnation=2), Alert)
+    assert "island 'a' is back: for 5100 s no island was left; 1 of 3" in alert.text

@@ -269,11 +269,11 @@ def test_who_comes_again_and_again_holds_nobody_up(who: str, heard: str) -> None
 def test_a_source_that_comes_again_and_again_gives_way_to_the_next() -> None:
     """It has the highest version, and sends nothing."""
     g = offering(9, 5, 5)
-    assert g.state.asked[0].island == "a"
+    assert g.state.claims[0].island == "a"
     for incarnation in range(2, 7):
         g.pass_time(CONFIG.outage_budget_s / 4, "abc")
         g.offer("a", 9, 9, incarnation=incarnation)
-    assert g.state.asked[0].island != "a"
+    assert g.state.claims[0].island != "a"
 
 
 def test_a_sample_is_drawn_once_the_claim_is_there() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from kit import (
     Driver,
-    asked,
     begun,
     joined,
     kinds,
@@ -18,23 +17,16 @@ from kit import (
     persisted,
     scene,
     scenes,
-    whose,
 )
-from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import decide, takes
-from diloco_jax.protocol.coordinator.ending import OPEN_BY
+from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.state import Alert, Effect, Persist
-from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Finished,
-    Granted,
     MayLeave,
     Progress,
-    Refused,
     Stop,
     TakeRequest,
-    Welcome,
 )
 
 ONE = {"fragment_sizes": (4,)}
@@ -115,7 +107,8 @@ at the deadline the flush merges what is here
     a/0=10 ->
     +50 -> flush 0: a 0-10; skip 1: quorum is out of reach
     phases -> flushing merging done
-    /0 -> drop 1:a; drop 0:b; drop 1:b; finished
+    /0 -> publish pending:b; alert the run ended without all that a, b computed
+    ; drop 1:a; drop 0:b; drop 1:b; finished
     lost -> a finished 50, b finished 100
 the flush goes on while deltas come
     # A link that carries the model in a cycle need not carry it in a fixed time.
@@ -160,7 +153,7 @@ a tick that is given up in the flush leaves its deltas to it
     a=4 b=4 a/0=4 b=5 a.stops b.stops -> ask 0:ab
     phases -> flushing open
     b.away -> skip 0: quorum is out of reach; flush 0: a 0-4
-    /0 ->
+    /0 -> publish pending:b
     +50 -> drop 0:b; finished
 a take refused in the flush is taken once more
     stopping a fragment_sizes=4,
@@ -178,7 +171,7 @@ a blink of all links costs nobody its last steps
     phases -> flushing idle
     +1 a.back b.back -> resend 0:ab
     a/0 -> flush 0: a 0-10
-    /0 ->
+    /0 -> publish pending:b
     b/0 -> flush 0: b 0-10
     /0 -> finished
     lost -> nothing
@@ -186,7 +179,7 @@ a blink of one link costs a second merge
     stopping a b fragment_sizes=4,
     a.stops b.stops b/0~10 a/0=10 -> ask 0:ab
     b.away -> flush 0: a 0-10
-    /0 ->
+    /0 -> publish pending:b
     +1 b.back -> pending:b; resend 0:b
     b/0 -> flush 0: b 0-10
     /0 -> finished
@@ -201,10 +194,10 @@ what hangs keeps nobody else's last steps out
     pending quorum=1
     a/0 +24 ->
     +1 -> merge 0: a 0-4
-    /0 -> drop 0:b; ask 0:ac
+    /0 -> publish refused stale:b; drop 0:b; ask 0:ac
     a/0=5 c/0=5 -> flush 0: a 4-5, c 4-5
-    /0 ->
-    +50 -> drop 0:b; finished
+    /0 -> publish refused stale:b
+    +50 -> alert the run ended without all that b computed; drop 0:b; finished
     lost -> b finished 30
 nor if the coordinator slept meanwhile
     # It first listens for a lease; what does not come by then hangs, and the others
@@ -214,8 +207,8 @@ nor if the coordinator slept meanwhile
     +99 a=5 b=5 c=5 ->
     +1 -> merge 0: a 0-4
     +24 ->
-    /0 -> drop 0:b; ask 0:ac
-    a/0=5 c/0=5 /0 -> flush 0: a 4-5, c 4-5
+    /0 -> publish refused stale:b; drop 0:b; ask 0:ac
+    a/0=5 c/0=5 /0 -> flush 0: a 4-5, c 4-5; publish refused stale:b
     lost -> nothing
 a tick of before the stop does not wait for what hangs
     # Nor for the deadline: a's later step, and c, which was not asked, need a merge
@@ -223,10 +216,11 @@ a tick of before the stop does not wait for what hangs
     hanging
     +24 ->
     +1 -> skip 0: quorum is out of reach; flush 0: a 0-4
-    /0 -> ask 0:ac
+    /0 -> publish pending:b; ask 0:ac
     a/0=5 c/0=4 ->
     +50 -> flush 0: a 4-5, c 0-4
-    /0 -> drop 0:bb; finished
+    /0 -> publish refused stale:b; drop 0:b
+    ; alert the run ended without all that b computed; drop 0:b; finished
     lost -> b finished 50
 what hangs is waited for where nobody needs another merge
     stopping a b fragment_sizes=4,
@@ -239,7 +233,7 @@ who has not stopped yet has last steps to come
     +99 a=4 b=4 +1 ->
     phases -> flushing merging
     b/0 ->
-    /0 -> flush 0: b 0-4
+    /0 -> publish pending:b; flush 0: b 0-4
     /0 ->
     b=6 b.stops -> ask 0:b
     b/0=6 -> flush 0: b 4-6
@@ -286,10 +280,105 @@ at the end of the run nobody leaves early
     joined a b steps_per_cycle=1000000 total_tokens=40
     b=2 a=2 a.stops ->
     phases -> stopping idle idle
+nothing new begins once the run stops
+    # It has used most of its data, of which it would get more.
+    stopping a steps=60
+    log
+    a=120 ->
+    log -> nothing
+    b.1 -> out finished:b1
+    a.2 -> out finished:a2
+who dies in the flush is not waited for beyond its lease
+    stopping a b flush_s=200.0 fragment_sizes=4,
+    a.stops b.stops a/0=10 b.away -> ask 0:ab; flush 0: a 0-10
+    /0 +99 a=10 -> publish pending:b
+    deadline -> 1
+    +1 -> drop 0:b; finished
+    lost -> b absent 100
+who is absent may come back until the flush begins
+    stopping a b fragment_sizes=4,
+    b.away a.stops ->
+    b.back b.stops -> ask 0:ab
+the flush has its deadlines
+    # Bytes that came before are no news; in the end a lease is waited for.
+    stopping a b fragment_sizes=4,4
+    a.stops b.stops a/0=10
+    deadline -> 25
+    +1 a/0
+    deadline -> 24
+    +50
+    deadline -> 49
+without live islands it ends at its deadlines
+    stopping a fragment_sizes=4,
+    a.away
+    deadline -> 100
+    +100 -> finished
+    deadline -> none
+a run that is over says so
+    stopping a fragment_sizes=4,
+    a.stops a/0=10 /0
+    a=10 +1000 ->
+    deadline -> none
+    a.1 -> out finished:a1
+    a.2 -> out finished:a2
+pacing of the others goes on as if nobody had stopped
+    joined a b
+    b=2 a=1 a.stops -> ask 0:ab; ask 1:a
+    b=3 ->
+    b=4 -> ask 1:b
+a merge that takes long leaves time for the next
+    hanging
+    +24
+    deadline -> 1
+    +1 -> skip 0: quorum is out of reach; flush 0: a 0-4
+    +24 /0 -> publish pending:b; ask 0:ac
+    +2 ->
+    a/0=5 c/0=4 +50 /0 -> flush 0: a 4-5, c 0-4; publish refused stale:b; drop 0:bb
+    ; finished
+    lost -> b absent 50
+after a crash the end awaits islands of which no merge tells
+    stopping a b fragment_sizes=4,
+    crash a.back=10 a.stops a/0=10 /0 -> ask 0:a; flush 0: a 0-10
+    b.back=10 b.stops b/0=10 /0 -> ask 0:b; flush 0: b 0-10; finished
+    lost -> nothing
+a hello that comes late does not hide that an island trains
+    # The flush awaits the last step of who trains, not of who joins.
+    stopping a b fragment_sizes=4,
+    a.stops b.1 +60 a=10 b=10 +40 -> ask 0:ab
+    a/0=10 b/0=10 /0 -> flush 0: a 0-10, b 0-10
+    b=11 b.stops b/0=11 /0 -> ask 0:b; flush 0: b 10-11; finished
+    lost -> nothing
+the flush opens what memory has room for
+    # Each worker has its own.
+    crowded room=2
+    phases -> flushing open open idle idle
+    a/0=10 b/0=10 -> flush 0: a 0-10, b 0-10
+    /0 -> ask 2:ab
+    a/1=10 b/1=10 /1 -> flush 1: a 0-10, b 0-10; ask 3:ab
+    a/2=10 b/2=10 /2 a/3=10 b/3=10
+    /3 -> finished
+    lost -> nothing
+every worker has its own room
+    crowded room=1 workers=2
+    phases -> flushing open open idle idle
+    a/0=10 b/0=10 -> flush 0: a 0-10, b 0-10
+    /0 -> ask 2:ab
+an island that hangs keeps no fragment from the others
+    # Half of the flush's 50 s is for four fragments.
+    crowded room=1
+    a/0=10
+    deadline -> 6.25
+    +6.25 -> ask 1:ab
+    a/1=10
+    +6.25 -> ask 2:ab
+    a/2=10
+    +6.25 -> ask 3:ab
+    a/3=10 +50 -> flush 0: a 0-10; flush 1: a 0-10; flush 2: a 0-10; flush 3: a 0-10
 """
 )
 def test_a_scene_of_the_end(first: str, text: str) -> None:
-    d = begun(first, joined=joined, stopping=stopping, pending=pending, hanging=hanging)
+    ways = {"stopping": stopping, "pending": pending, "hanging": hanging}
+    d = begun(first, joined=joined, crowded=crowded, **ways)
     scene(d, text)
 
 
@@ -315,14 +404,6 @@ def test_silent_and_compiling_islands_are_told_to_stop_too() -> None:
     assert told == {"a", "b", "c"}
 
 
-def test_nothing_new_begins_once_the_run_stops() -> None:
-    d = stopping("a")
-    assert of(d.report("a", 500), Granted) == []
-    assert only(d.hello("b"), Refused).code == "finished"
-    assert only(d.hello("a", 2), Refused).code == "finished"
-    assert of(d.report("a", 10**7), TakeRequest) == []
-
-
 def test_what_the_flush_writes_is_final_and_every_incarnation_ends() -> None:
     d = stopping("a", **ONE)
     stop(d, "a")
@@ -338,41 +419,6 @@ def test_what_the_flush_writes_is_final_and_every_incarnation_ends() -> None:
     assert of(d.effects, Alert) == []
 
 
-def test_an_island_that_dies_in_the_flush_is_not_waited_for_beyond_its_lease() -> None:
-    d = stopping("a", "b", flush_s=200.0, **ONE)
-    stop(d, "a", "b")
-    d.take("a", 0, 10)
-    assert whose(only(d.disconnect("b"), Merge)) == [("a", 0, 10)]
-    assert not persisted(d.computed(0), "finished")
-    d.wait(d.config.lease_s - 1)
-    d.report("a", 10)
-    until = d.state.islands["b"].lease_until
-    assert decide.next_deadline(d.state, d.now) == until
-    assert persisted(d.wait(until - d.now), "finished")
-    assert d.totals("b").lost == {"absent": 100}
-
-
-def test_an_absent_island_may_come_back_until_the_flush_begins() -> None:
-    d = stopping("a", "b", **ONE)
-    d.disconnect("b")
-    assert asked(stop(d, "a")) == {}
-    effects = d.hello("b", steps=10, phase="stopped")
-    assert only(effects, Stop).island == "b"
-    assert asked(effects) == {0: ["a", "b"]}
-
-
-def test_the_flush_has_its_deadlines() -> None:
-    d = stopping("a", "b", fragment_sizes=(4, 4))
-    stop(d, "a", "b")
-    d.take("a", 0, 10)
-    deadline = d.state.deadline
-    assert decide.next_deadline(d.state, d.now) == d.now + OPEN_BY * d.config.flush_s
-    d.play("+1 a/0")
-    assert d.state.deadline == deadline, "these bytes came before"
-    d.wait(d.config.flush_s)
-    assert decide.next_deadline(d.state, d.now) == d.now + 49, "a lease, not this again"
-
-
 def test_what_the_flush_did_not_wait_for_is_told() -> None:
     d = stopping("a", "b", fragment_sizes=(4, 4))
     d.play("a.stops b.stops a/0=10 a/1=10 b/1=10 /1")
@@ -382,28 +428,6 @@ def test_what_the_flush_did_not_wait_for_is_told() -> None:
     assert f"{d.config.flush_s:g} s" in told.text
 
 
-def test_a_run_without_live_islands_ends_at_its_deadlines() -> None:
-    d = stopping("a", **ONE)
-    d.disconnect("a")
-    for _ in range(3):
-        deadline = decide.next_deadline(d.state, d.now)
-        if deadline is None:
-            break
-        d.wait(deadline - d.now)
-    assert d.state.phase == "done"
-    assert len(persisted(d.effects, "finished")) == 1
-
-
-def test_a_finished_run_says_so() -> None:
-    d = stopping("a", **ONE)
-    d.play("a.stops a/0=10 /0")
-    assert d.report("a") == []
-    assert d.wait(1000) == []
-    assert decide.next_deadline(d.state, d.now) is None
-    for incarnation in (1, 2):
-        assert only(d.hello("a", incarnation), Refused).code == "finished"
-
-
 def test_ticks_of_who_leaves_are_no_ones_else() -> None:
     d = joined("a", "b", quorum=2)
     d.play("a=2 a.stops")
@@ -411,25 +435,13 @@ def test_ticks_of_who_leaves_are_no_ones_else() -> None:
     assert (note["island"], note["incarnation"]) == ("a", 1)
     theirs = {ask["tick"] for ask in note["asked"]}
     assert theirs == {ask.tick for ask in of(d.effects, TakeRequest)}
+    (reserved,) = persisted(d.effects, "ticks")
+    assert max(theirs) <= reserved["through"], "before any other tick"
     d.play("c.joins b=2 c=2 b=4 c=4 b=6 c=6")
     regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
     assert len(theirs) == 2
     assert regular
     assert not theirs & regular
-    assert max(theirs) <= persisted(d.effects, "ticks")[0]["through"]
-
-
-def test_pacing_of_the_others_goes_on_as_if_nothing_had_been() -> None:
-    d = joined("a", "b")
-    d.report("b", 2)
-    assert d.fragment(0).phase == "open"
-    before = d.state.islands["b"].steps_at_tick
-    d.report("a", 1, phase="stopped")
-    assert d.state.islands["b"].steps_at_tick == before
-    d.report("b", 3)
-    assert d.fragment(1).phase == "idle"
-    d.report("b", 4)
-    assert d.fragment(1).phase == "open"
 
 
 def test_what_arrived_of_who_left_is_kept_for_its_merges() -> None:
@@ -442,73 +454,12 @@ def test_what_arrived_of_who_left_is_kept_for_its_merges() -> None:
     assert (d.totals("a").in_flight, d.totals("a").lost) == (20, {})
 
 
-def crowded(at_once: int, **changes: Any) -> Driver:
+def crowded(room: int, **changes: Any) -> Driver:
     """A flush of two islands; memory has room for the deltas of few fragments."""
-    room = {"room_each": 10, "merge_buffer_bytes": 20 * at_once + 19}
-    d = stopping("a", "b", fragment_sizes=(4,) * 4, **room, **changes)
+    memory = {"room_each": 10, "merge_buffer_bytes": 20 * room + 19}
+    d = stopping("a", "b", fragment_sizes=(4,) * 4, **memory, **changes)
     stop(d, "a", "b")
     return d
-
-
-def opened(d: Driver) -> list[int]:
-    return [f.index for f in d.state.fragments if f.phase != "idle"]
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 9])
-def test_the_flush_opens_what_memory_has_room_for(at_once: int) -> None:
-    assert opened(crowded(at_once)) == [0, 1, 2, 3][:at_once]
-
-
-def test_the_next_fragment_is_opened_once_one_is_merged() -> None:
-    d = crowded(1)
-    for index in range(4):
-        assert opened(d) == list(range(index + 1))
-        d.take("a", index, 10)
-        only(d.take("b", index, 10), Merge)
-        assert opened(d) == list(range(index + 1)), "its deltas are still there"
-        effects = d.computed(index)
-    assert persisted(effects, "finished")
-    assert d.totals("a").lost == d.totals("b").lost == {}
-
-
-def test_every_worker_has_its_own_room() -> None:
-    d = crowded(1, workers=2)
-    assert opened(d) == [0, 1]
-    d.play("a/0=10 b/0=10 /0")
-    assert opened(d) == [0, 1, 2]
-
-
-def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
-    """Half of the flush's 50 s, for four fragments."""
-    d = crowded(1)
-    for index in range(4):
-        d.take("a", index, 10)
-        assert opened(d) == list(range(index + 1))
-        if index < 3:
-            due = decide.next_deadline(d.state, d.now)
-            assert due == d.now + 50 / 2 / 4
-            d.wait(due - d.now - 0.001)
-            assert opened(d) == list(range(index + 1))
-            d.wait(0.001)
-    assert [m.fragment for m in of(d.wait(d.config.flush_s), Merge)] == [0, 1, 2, 3]
-
-
-# ---- links that blink or hang -------------------------------------------------------
-
-
-def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
-    d = hanging()
-    d.wait(OPEN_BY * d.config.flush_s - 1)
-    opened_all = replace(d.state, opens_at=0.0)
-    assert decide.next_deadline(opened_all, d.now) == d.now + 1
-    only(d.wait(1), Merge)
-    d.now = d.state.deadline - 1
-    assert asked(d.computed(0)) == {0: ["a", "c"]}
-    assert not persisted(d.wait(2), "finished")
-    d.takes(0, a=5, c=4)
-    d.wait(d.config.flush_s)
-    assert persisted(d.computed(0), "finished")
-    assert d.totals("a").lost == d.totals("c").lost == {}
 
 
 def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> None:
@@ -548,38 +499,9 @@ def test_a_coordinator_that_was_stopped_itself_listens_first(stopped: str) -> No
     scene(d, "lost -> nothing")
 
 
-def test_a_hello_that_comes_late_does_not_hide_that_an_island_trains() -> None:
-    """The flush awaits the last step of who trains, not of who joins."""
-    d = stopping("a", "b", **ONE)
-    stop(d, "a")
-    assert of(d.hello("b"), Welcome), "b's first one, once more"
-    assert d.state.islands["b"].phase == "training"
-    d.now += d.config.lease_s - 40
-    scene(
-        d,
-        """
-        a=10 b=10 +40 -> ask 0:ab
-        a/0=10 b/0=10 /0 -> flush 0: a 0-10, b 0-10
-        b=11 b.stops -> ask 0:b
-        b/0=11 /0 -> flush 0: b 10-11; finished
-        lost -> nothing
-        """,
-    )
-
-
 def test_silence_that_is_noticed_in_time_is_the_islands() -> None:
     d = stopping("a", "b", **ONE)
     d.now = d.state.islands["b"].lease_until - 1
     stop(d, "a")
     (absent,) = notes(d.wait(2), "absent")
     assert (absent["island"], absent["why"]) == ("b", "silent")
-
-
-def test_after_a_crash_the_end_awaits_islands_of_which_no_merge_tells() -> None:
-    d = stopping("a", "b", **ONE)
-    d.crash()
-    for name, last in (("a", False), ("b", True)):
-        assert asked(d.hello(name, steps=10, phase="stopped")) == {0: [name]}
-        d.take(name, 0, 10)
-        assert bool(persisted(d.computed(0), "finished")) == last
-    assert d.totals("a").lost == d.totals("b").lost == {}

@@ -1,6 +1,11 @@
-"""One fragment: quorum, grace, what is late, and what a merge publishes."""
+"""One fragment: quorum, what is late, what a merge publishes, and how long a quorum
+waits for those that were asked, too (grace).
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from kit import (
@@ -10,19 +15,38 @@ from kit import (
     begun,
     joined,
     kinds,
+    merged_islands,
     of,
     only,
     pair,
     persisted,
     scene,
     scenes,
-    verdicts,
-    whose,
 )
 
 from diloco_jax.protocol.coordinator.state import MISSED_MERGES, Alert, Effect, Persist
-from diloco_jax.protocol.holding import Commit, Drop, Merge
-from diloco_jax.protocol.messages import Published, TakeRequest, Version
+from diloco_jax.protocol.holding import Commit, Merge
+from diloco_jax.protocol.messages import Published, Version
+
+
+def turns(*_: str, **changes: object) -> Driver:
+    """One fragment; b computes three times as many tokens per second as a, and c as
+    many as both. Nobody is waited for."""
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
+    for name, factor in (("a", 1), ("b", 3), ("c", 4)):
+        d.hello(name, tokens_per_step=factor * TOKENS_PER_STEP)
+    d.reports(a=0, b=0, c=0)
+    return d
+
+
+def late(*, step: float = 1.0, lookahead: int = 0, **changes: Any) -> Driver:
+    """a and b are asked, a took at once and its delta was 5 s on its way: nothing is
+    left of the overlap. Steps of a take 1 s."""
+    d = joined("a", **{"grace": 1.0, "overlap_steps": 1, **changes})
+    d.hello("b", lookahead=lookahead)
+    d.report("b", 0, step_seconds=step)
+    d.play("a=2 a/0~2 +5")
+    return d
 
 
 @scenes(
@@ -36,7 +60,7 @@ nothing merges below quorum
 a cycle later what is pending counts beside who does not deliver
     # b alone is merged first, and a's delta is late.
     pair a b c
-    c.away a=2 b/0=2 a/0=2 /0 -> ask 0:ab; merge 0: b 0-2
+    c.away a=2 b/0=2 a/0=2 /0 -> ask 0:ab; merge 0: b 0-2; publish pending:a
     a=4 -> ask 0:b
     b/0~4 +50 +10 ->
     a=6 -> skip 0: open; merge 0: a 0-2
@@ -49,7 +73,7 @@ a cycle later who came back is asked too
 a late delta is pending, counts to no quorum, and enters the next merge
     # Who has it outstanding is asked for no other.
     pair a b c quorum=2
-    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2
+    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2; publish pending:c
     a=4 b=4 -> ask 0:ab
     a/0=4 ->
     b/0=4 -> merge 0: a 2-4, b 2-4, c 0-1
@@ -74,19 +98,98 @@ a newcomer is not asked while more than a quorum is in sight
     joined a b c quorum=2
     a=2 b=2 d.joins -> ask 0:abc
     a/0=2 ->
+deltas are summed by name, whatever the order of arrival
+    joined c a b quorum=3
+    c=2 a=2 b=2 c/0=2 b/0=3 a/0=4 -> ask 0:abc; merge 0: a 0-4, b 0-3, c 0-2
+a publish tells what became of each take
+    # That of b is too old for the next merge; b is not asked while a take is open.
+    pair a b
+    b=1 a=2 b/0~1 a/0=2 /0 -> ask 0:ab; merge 0: a 0-2; publish pending:b
+    a=4 a/0=4 -> ask 0:a; merge 0: a 2-4
+    /0 -> publish refused stale:b; drop 0:b
+a merge counts as the share of all tokens per second that is in it
+    turns
+    a=2 a/0=2
+    share -> 0.125
+    b/0=2 c/0=2 /0 a=4 a/0=4
+    share -> 1
+who is away is no share of it
+    turns
+    a=2 b.away a/0=2
+    share -> 0.2
+nor who left
+    turns
+    a=2 b.leaves c.leaves a/0=2
+    share -> 1
+twice as slow is half as many tokens per second
+    turns
+    c=2:2 a/0=2
+    share -> 0.1667
+a merge is whole if the config says so
+    turns partial_merges='full'
+    a=2 a/0=2
+    share -> 1
+who left a delta and has no speed yet is in the share
+    # a, c, and what b left, of these and e, which are equally fast.
+    pair a b c e quorum=2
+    a=2 b=2 c=2 e=2 b/0=2 b.leaves b.2 a/0=2 c/0=2
+    share -> 0.75
+the grace window closes early when all have answered
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b/0=2 -> ask 0:abc
+    c/0=2 -> merge 0: a 0-2, b 0-2, c 0-2
+the grace window does not wait for those who left
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0=2 b.away -> ask 0:abc
+    c.leaves -> drop 0:c; merge 0: a 0-2
+the grace window closes by time
+    # 10 steps of 1 s, of which quorum took 1 s; the way down takes as long as that up.
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 a/0~2 +1 a/0 -> ask 0:abc
+    deadline -> 8
+    +7.9 ->
+    +0.2 -> merge 0: a 0-2
+the overlap begins with the first take, and not as it is asked for
+    # Quorum came 3 s after the first take; of 10, the transfer of a's takes 2 more.
+    joined a b c grace=1.0 overlap_steps=10
+    a=2 +4 b/0~2 +1 a/0~2 +2 a/0
+    deadline -> 5
+those of about the pacing one's speed are waited for without slack
+    # They take within a step and a quarter, and their delta comes as long after that as
+    # others' do.
+    late step=1.5
+    a/0 ->
+    deadline -> 1.875
+    b/0=2 -> merge 0: a 0-2, b 0-2
+those of several hosts take some steps later
+    late step=1.2 lookahead=2
+    a/0 ->
+    deadline -> 3.9
+    b/0=2 -> merge 0: a 0-2, b 0-2
+slower ones are not waited for
+    late step=1.6
+    a/0 -> merge 0: a 0-2
+nobody is where that was not asked for
+    late grace=0.0
+    a/0 -> merge 0: a 0-2
+nor where the window is the overlap
+    late grace_window='overlap'
+    a/0 -> merge 0: a 0-2
+a delta that is stuck is not waited for beyond a slow transfer
+    late
+    b/0~2 a/0 +6.1 ->
+    +0.2 -> merge 0: a 0-2
+one that took late is waited for while its delta may be on its way
+    # A second later than after a step and a quarter. Of 5 s for a transfer, and a
+    # quarter more, 2.75 s are over.
+    joined a b grace=1.0 overlap_steps=0
+    a=2 a/0~2 +2.25 b/0~2 +2.75 a/0 -> ask 0:ab
+    deadline -> 3.5
+    +2.25 b/0 -> merge 0: a 0-2, b 0-2
 """
 )
 def test_a_scene_of_a_merge(first: str, text: str) -> None:
-    scene(begun(first, joined=joined, pair=pair), text)
-
-
-def test_contributions_are_sorted_by_name_whatever_the_order_of_arrival() -> None:
-    d = joined("c", "a", "b", quorum=3)
-    d.play("c=2 a=2 b=2 c/0=2 b/0=3")
-    merge = only(d.take("a", 0, 4), Merge)
-    assert merge.version == Version(1, 1)
-    assert whose(merge) == [("a", 0, 4), ("b", 0, 3), ("c", 0, 2)]
-    assert [c.tokens for c in merge.contributions] == [40, 30, 20]
+    scene(begun(first, joined=joined, pair=pair, turns=turns, late=late), text)
 
 
 def test_a_slow_island_is_merged_by_its_tokens() -> None:
@@ -146,66 +249,17 @@ def test_merges_by_one_of_several_in_a_row_raise_an_alert(
     assert found == alerts
 
 
-def test_a_publish_tells_what_became_of_each_take() -> None:
-    d = pair("a", "b")
-    d.play("b=1 a=2 b/0~1 a/0=2")
-    assert verdicts(d.computed(0)) == {"a": (1, "merged", ""), "b": (1, "pending", "")}
-    d.play("a=4 a/0=4")
-    effects = d.computed(0)
-    assert verdicts(effects)["b"] == (1, "refused", "stale"), "too old for the next"
-    assert only(effects, Drop).island == "b"
-    assert len(of(d.effects, TakeRequest)) == 3, "b is not asked while a take is open"
-
-
 # ---- the size of a merge that some live islands are not in ----
-
-
-def turns_driver(**changes: object) -> Driver:
-    """One fragment; b computes three times as many tokens per second as a, and c as
-    many as both. Nobody is waited for."""
-    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, **changes)
-    for name, factor in (("a", 1), ("b", 3), ("c", 4)):
-        d.hello(name, tokens_per_step=factor * TOKENS_PER_STEP)
-    d.reports(a=0, b=0, c=0)
-    return d
 
 
 def share_of(effects: Sequence[Effect]) -> float:
     return only(effects, Merge).share
 
 
-def test_a_merge_counts_as_the_share_of_all_tokens_per_second_that_is_in_it() -> None:
-    d = turns_driver()
-    d.report("a", 2)
-    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 8)
-    d.takes(0, b=2, c=2)
-    (record,) = persisted(d.computed(0), "merged")
-    assert record["share"] == pytest.approx(1 / 8)
-    assert asked(d.report("a", 4)) == {0: ["a"]}
-    assert share_of(d.take("a", 0, 4)) == 1
-    assert persisted(d.computed(0), "merged")[0]["share"] == 1
-
-
-@pytest.mark.parametrize(
-    ("before", "share"),
-    [
-        ("", 1 / 8),
-        ("b.leaves", 1 / 5),
-        ("b.away", 1 / 5),
-        ("b.leaves c.leaves", 1),
-        ("b.away c.away", 1),
-    ],
-)
-def test_who_is_not_there_is_no_share_of_it(before: str, share: float) -> None:
-    d = turns_driver()
-    d.play(f"a=2 {before}")
-    assert share_of(d.take("a", 0, 2)) == pytest.approx(share)
-
-
-def test_twice_as_slow_is_half_as_many_tokens_per_second() -> None:
-    d = turns_driver()
-    d.report("c", 2, step_seconds=2.0)
-    assert share_of(d.take("a", 0, 2)) == pytest.approx(1 / 6)
+def test_the_share_of_a_merge_is_durable() -> None:
+    d = turns()
+    d.play("a=2 a/0=2 b/0=2 c/0=2")
+    assert persisted(d.computed(0), "merged")[0]["share"] == pytest.approx(1 / 8)
 
 
 @pytest.mark.parametrize("then", ["", "c.away"])
@@ -213,7 +267,7 @@ def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on(
     then: str,
 ) -> None:
     """One alert names the island; none calls it alive once it is away."""
-    d = turns_driver()
+    d = turns()
     d.goodbye("b")
     shares = []
     for steps in range(2, 2 * MISSED_MERGES + 6, 2):
@@ -228,19 +282,6 @@ def test_who_misses_many_merges_in_a_row_is_told_of_and_not_counted_on(
     assert "fragment 0" in told[0]
 
 
-def test_a_merge_is_whole_if_the_config_says_so() -> None:
-    d = turns_driver(partial_merges="full")
-    d.report("a", 2)
-    assert share_of(d.take("a", 0, 2)) == 1
-
-
-def test_who_left_a_delta_and_has_no_speed_yet_is_in_the_share() -> None:
-    d = pair("a", "b", "c", "e", quorum=2)
-    d.play("a=2 b=2 c=2 e=2 b/0=2 b.leaves b.2 a/0=2")
-    # a, c, and what b left, of these and e, which are equally fast.
-    assert share_of(d.take("c", 0, 2)) == pytest.approx(3 / 4)
-
-
 def test_a_merge_of_islands_without_a_speed_is_whole() -> None:
     d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
     d.hello("a")
@@ -249,3 +290,51 @@ def test_a_merge_of_islands_without_a_speed_is_whole() -> None:
     took = d.record("a", "took", 2, fragment=0, **fields)
     d.report("a", 2, took, step_seconds=0.0)
     assert share_of(d.arrive("a", 0)) == 1
+
+
+def test_the_grace_window_is_what_quorum_and_merge_leave_of_the_overlap() -> None:
+    d = joined("a", "b", "c", grace=1.0, overlap_steps=10)
+    d.play("a=2 a/0~2 +2 a/0")
+    closes_at = d.fragment(0).closes_at
+    assert closes_at == pytest.approx(d.now + 10 - 2 - 2)
+    d.wait(6)
+    d.now += 3
+    d.play("/0 a=4")
+    assert asked(d.report("a", 6)) == {0: ["a"]}
+    d.take("a", 0, 6)
+    # Averages: 80 % of what was, 20 % of what is; the merge took 3 s.
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 10 - 1.6 - 1.6 - 3)
+
+
+def test_a_quorum_that_took_minutes_does_not_cost_the_next_merges_their_grace() -> None:
+    d = Driver(
+        quorum=2,
+        grace=1.0,
+        overlap_steps=10,
+        lease_s=1e4,
+        fragment_sizes=(5,),
+        steps_per_cycle=2,
+    )
+    d.join("a", "b")
+    d.play("a=2 b=2 a/0=2")
+    d.now += 600
+    d.play("b/0=2 /0 a=4")
+    assert asked(d.report("b", 4)) == {0: ["a", "b"]}
+    d.takes(0, a=4, b=4)
+    assert d.fragment(0).quorum_seconds == pytest.approx(0.8 * 10)
+
+
+def test_an_older_take_that_counts_does_not_begin_the_overlap() -> None:
+    d = pair("a", "b", "c", quorum=2)
+    d.reports(a=2, b=2, c=2)
+    d.takes(0, a=2, b=2)
+    d.take("c", 0, 2)  # It is late, and counts when too few can be asked.
+    d.computed(0)
+    d.goodbye("b")
+    d.now += 50
+    d.report("c", 4)
+    assert asked(d.report("a", 4)) == {0: ["a"]}
+    d.take("a", 0, 4, arrive=False)
+    d.now += 1
+    assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a", "c"]
+    assert d.fragment(0).quorum_seconds == pytest.approx(1)

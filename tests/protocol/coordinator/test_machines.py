@@ -17,8 +17,6 @@ from diloco_jax.protocol.coordinator.state import (
     IllegalMoveError,
     Said,
     StateMachine,
-    Take,
-    take_state,
 )
 from diloco_jax.protocol.messages import Goodbye
 
@@ -43,19 +41,6 @@ def test_every_state_can_be_reached(machine: StateMachine[str]) -> None:
         found = {s for f in found for s in machine.moves[f].values()} - reached
         reached |= found
     assert reached == {first, *others}
-
-
-def test_the_fields_of_a_take_are_one_state() -> None:
-    assert take_state(None) == "none"
-    asked = Take(tick=1)
-    assert take_state(asked) == "asked"
-    for fields, state in (
-        ({"end": 2}, "taken"),
-        ({"arrived": True}, "arrived"),
-        ({"end": 2, "arrived": True}, "ready"),
-        ({"end": 2, "arrived": True, "refused": "stale"}, "refused"),
-    ):
-        assert take_state(Take(tick=1, **fields)) == state  # type: ignore[arg-type]
 
 
 def test_what_a_lossy_wire_brings_is_expected_and_anything_else_is_not() -> None:

@@ -136,24 +136,45 @@ a take unknown after a crash is sent again and merged
     b/0=4 -> merge 0: a 0-2, b 0-4
 a take that grew stale while away is refused
     pair a b
-    a=2 a/0~2 a.away b=2 b/0=2 /0 -> ask 0:ab; merge 0: b 0-2
-    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; drop 0:a
+    a=2 a/0~2 a.away b=2 b/0=2 /0 -> ask 0:ab; merge 0: b 0-2; publish pending:a
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; publish refused stale:a; drop 0:a
     a.back -> refused stale:a
+compiling is not mistaken for death
+    joined
+    a.1 a.compiles +299
+    status -> a live
+    +2
+    status -> a absent
+nor is joining
+    joined
+    a.1 +299
+    status -> a live
+    +2
+    status -> a absent
+a goodbye loses what is open
+    # Of 50 tokens, fragment 0 (30 of 40 parameters) merged 20, fragment 1 none.
+    joined a
+    a=2 a/0=2 /0 a=5 a.leaves
+    merged -> a 15
+    lost -> a stopped 35
+    a.leaves a=6 -> out fenced:a1
+an island fenced while its merge is under way
+    # The new one took nothing.
+    joined a
+    a=2 a/0=2 a=5 a.2
+    lost -> a died 35
+    /0 ->
+    merged -> a 15
+    open -> a 0
+an island that gave a refused take up is not asked for it again
+    # The record that says so is on its way.
+    pair a b
+    b=1 a=2 a/0~2 a/0! -> ask 0:ab; refused non_finite:a; drop 0:a
+    a.1 ->
 """
 )
 def test_a_scene_of_members(first: str, text: str) -> None:
     scene(begun(first, joined=joined, pair=pair), text)
-
-
-@pytest.mark.parametrize("phase", ["joining", "compiling"])
-def test_compiling_is_not_mistaken_for_death(phase: str) -> None:
-    d = Driver()
-    d.hello("a")
-    d.report("a", 0, phase=phase)  # type: ignore[arg-type]
-    d.wait(299)
-    assert status(d, "a") == "live"
-    d.wait(2)
-    assert status(d, "a") == "absent"
 
 
 def test_a_broken_connection_makes_absent_at_once() -> None:
@@ -164,22 +185,6 @@ def test_a_broken_connection_makes_absent_at_once() -> None:
     assert only(back, Welcome).resumed
     assert notes(back, "resumed")[0]["island"] == "a"
     assert d.state.islands["a"].joins == 1
-
-
-def test_goodbye_loses_what_is_open() -> None:
-    d = joined("a")
-    d.play("a=2 a/0=2 /0 a=5")
-    effects = d.goodbye("a", "stopped")
-    (record,) = persisted(effects, "left")
-    assert (record["steps"], record["reason"]) == (5, "stopped")
-    assert record["said"] == "bye"
-    totals = d.totals("a")
-    # Of 50 tokens, fragment 0 (30 of 40 parameters) merged 20, fragment 1 none.
-    assert (totals.computed, totals.merged) == (50, 15)
-    assert totals.lost == {"stopped": (30 * 30 + 10 * 50) // 40}
-    assert d.goodbye("a") == []
-    refuse = only(d.report("a", 6), Refused)
-    assert refuse.code == "fenced"
 
 
 def test_a_higher_incarnation_fences_the_older_one() -> None:
@@ -206,6 +211,13 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
     assert d.state == before
 
 
+def test_an_incarnation_is_told_nothing_of_a_take_of_the_one_before() -> None:
+    """It would be a verdict on a take that it has not made."""
+    d = joined("a")
+    d.play("a=2 a/0=2 a=5 a.2")
+    assert verdicts(d.computed(0)) == {}
+
+
 def test_the_end_of_an_incarnation_tells_its_own_losses() -> None:
     d = Driver()
     for life, steps in enumerate((5, 3), 1):
@@ -222,17 +234,6 @@ def test_an_island_that_failed_is_named_with_what_it_said() -> None:
     assert of(d.goodbye("a", "stopped"), Alert) == []
     (alert,) = of(d.goodbye("b", "failed"), Alert)
     assert "island 'b' failed, and says: bye" in alert.text
-
-
-def test_an_island_fenced_while_its_merge_is_under_way() -> None:
-    d = joined("a")
-    d.play("a=2 a/0=2 a=5 a.2")
-    lost = {"died": (30 * 30 + 10 * 50) // 40}
-    assert d.totals("a").lost == lost
-    effects = d.computed(0)
-    assert verdicts(effects) == {}, "the new one took nothing"
-    totals = d.totals("a")
-    assert (totals.computed, totals.merged, totals.lost) == (50, 15, lost)
 
 
 @pytest.mark.parametrize(
@@ -317,16 +318,6 @@ def test_grants_that_got_lost_are_sent_again() -> None:
     d.crash()
     grant = only(d.hello("a"), Granted)
     assert (grant.span, grant.offset) == (Span(*spans[0]), 0)
-
-
-def test_an_island_that_gave_a_refused_take_up_is_not_asked_for_it_again() -> None:
-    """The record that says so is on its way."""
-    d = pair("a", "b")
-    d.play("b=1 a=2 a/0~2")
-    d.arrive("a", 0, refusal="non_finite")
-    effects = d.hello("a")
-    assert of(effects, Welcome)
-    assert of(effects, TakeRequest) == []
 
 
 def test_a_take_from_before_the_last_verdict_is_neither_judged_nor_asked_for() -> None:

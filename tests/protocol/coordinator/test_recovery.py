@@ -61,7 +61,7 @@ def test_what_is_durable_comes_back() -> None:
     """
 islands carry on where they are
     joined a b
-    a=2 a/0=2 /0 a=4 a/1~4 -> ask 0:ab; merge 0: a 0-2; ask 1:ab
+    a=2 a/0=2 /0 a=4 a/1~4 -> ask 0:ab; merge 0: a 0-2; publish pending:b; ask 1:ab
     crash a.back=30 -> resend 1:a
     a/1 ->
     a=32 -> merge 1: a 0-4
@@ -85,6 +85,14 @@ fencing survives a crash
     crash a.1 -> out fenced:a1
     a.2 b.leaves crash ->
     b.1 -> out fenced:b1
+a run that was over stays so
+    joined a fragment_sizes=4,4 steps_per_cycle=1000000 total_tokens=100
+    a=10 a.stops a/0=10 /0 a/1=10 /1 crash
+    a.2 -> out finished:a2
+the flush begins anew after a crash
+    joined a fragment_sizes=4,4 steps_per_cycle=1000000 total_tokens=100
+    a=10 a.stops +7 crash
+    deadline -> 50
 """
 )
 def test_a_scene_of_crashes(first: str, text: str) -> None:
@@ -193,24 +201,6 @@ def test_a_crash_at_the_end_of_a_run(phase: str, with_snapshot: bool) -> None:
     assert len(persisted(effects, "finished")) == 1
     assert d.totals("a").merged == 100
     assert len(of(effects, TakeRequest)) + len(held) == 2 - (phase == "half")
-
-
-def test_a_finished_run_stays_finished() -> None:
-    d = ending("flushing")
-    for index in (0, 1):
-        d.take("a", index, 10)
-        d.computed(index)
-    assert d.state.phase == "done"
-    d.crash()
-    assert d.state.phase == "done"
-    assert only(d.hello("a", 2), Refused).code == "finished"
-
-
-def test_the_flush_begins_anew_after_a_crash() -> None:
-    d = ending("flushing")
-    d.now += 7.0
-    d.crash()
-    assert d.state.deadline == d.now + d.config.flush_s
 
 
 def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None:

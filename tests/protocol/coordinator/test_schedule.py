@@ -20,10 +20,9 @@ from diloco_jax.protocol.coordinator.schedule import (
     after_crash,
     fragment_of,
     pace,
-    skip_cycle,
     steps_to_tick,
 )
-from diloco_jax.protocol.coordinator.state import Effect, Persist, Turn
+from diloco_jax.protocol.coordinator.state import Effect, Persist
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -51,7 +50,7 @@ a tick asks every live island for its fragment
     joined a b
     b=1 ->
     a=2 -> ask 0:ab
-    a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2
+    a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2; publish pending:b
     a=4 -> ask 1:ab
 islands out of phase pace no faster than one of them
     # One step per tick; whoever is ahead paces.
@@ -118,37 +117,35 @@ the first ticks after a crash wait for who is not back yet
     a.back=2 -> resend 0:a; ask 0:b
     a/0 ->
     b/0=8 -> merge 0: a 0-2, b 0-8
+a lag is of one tick at most
+    # What b did not do long ago does not hold it up.
+    joined a b steps_per_cycle=4 fragment_sizes=1,1,1,1
+    a=1 a=2 a=3 a=4 a=5 a.away
+    tick -> 5
+    b=1 b=2
+    tick -> 6
+ticks before its first step are no debt of an island
+    pair a
+    b.1 b.compiles a=2
+    tick -> 1
+    b=0 b=2
+    tick -> 2
+only islands that train count
+    joined a b quorum=2
+    b.compiles a=40 ->
+    b=0 b.stops a=80 -> may leave:b
+    tick -> 0
+one durable record reserves the numbers of many ticks
+    joined a
+    log
+    a=2 -> ask 0:a
+    log -> ticks
+    a/0=2 /0 a=4 -> merge 0: a 0-2; ask 1:a
+    log -> merged
 """
 )
 def test_a_scene_of_ticks(first: str, text: str) -> None:
     scene(begun(first, joined=joined, pair=pair), text)
-
-
-@pytest.mark.parametrize("cycle", [2, 4])
-def test_a_lag_is_of_one_tick_at_most(cycle: int) -> None:
-    d = joined("a", "b", steps_per_cycle=cycle, fragment_sizes=(1, 1, 1, 1))
-    d.play("a=100 a.away")
-    before = d.state.tick
-    d.play("b=1 b=2")
-    assert d.state.tick > before, "what b did not do long ago does not hold it up"
-
-
-def test_ticks_before_its_first_step_are_no_debt_of_an_island() -> None:
-    d = pair("a")
-    d.hello("b")
-    d.report("b", 0, phase="compiling")
-    d.report("a", 2)
-    assert d.state.tick == 1
-    d.play("b=0 b=2")
-    assert d.state.tick == 2
-
-
-@pytest.mark.parametrize("phase", ["joining", "compiling", "stopped"])
-def test_only_training_islands_count(phase: str) -> None:
-    d = joined("a", "b", quorum=2)
-    d.report("b", phase=phase)  # type: ignore[arg-type]
-    d.report("a", 40)
-    assert d.state.tick == 0
 
 
 def test_a_stop_by_its_own_count_that_was_too_early_costs_no_steps() -> None:
@@ -238,6 +235,14 @@ def put_off(effects: list[Effect], name: str = "a") -> list[int]:
     return [ask.after for ask in of(effects, TakeRequest) if ask.island == name]
 
 
+def test_the_pace_is_that_of_the_quorum() -> None:
+    assert pace(1, [3.0, 1.0, 2.0]) == 1.0
+    assert pace(2, [3.0, 1.0, 2.0]) == 2.0
+    # Of those whose speed is known, though they are fewer.
+    assert pace(2, [3.0, 0.0]) == 3.0
+    assert pace(1, []) == 0.0
+
+
 def test_a_fast_island_waits_for_an_honest_slow_one_of_several_hosts() -> None:
     d = beside_a_slow_one(SLOW)
     assert put_off(d.effects)[-1] == 2 * SLOW
@@ -304,31 +309,9 @@ def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
     assert max(again.values()) < 10
 
 
-def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
-    d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
-    turn = Turn(d.config, d.state, d.now)
-    assert skip_cycle(turn) == {0: 1, 1: 2, 2: 3}
-    assert turn.state.tick == 3
-
-
-def test_the_pace_is_that_of_the_quorum() -> None:
-    assert pace(1, [3.0, 1.0, 2.0]) == 1.0
-    assert pace(2, [3.0, 1.0, 2.0]) == 2.0
-    # Of those whose speed is known, though they are fewer.
-    assert pace(2, [3.0, 0.0]) == 3.0
-    assert pace(1, []) == 0.0
-
-
-def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
-    d = joined("a")
-    effects = d.report("a", 2)
-    (record,) = persisted(effects, "ticks")
-    assert record["through"] > d.state.tick
-    order = kinds(effects)
+def test_numbers_of_ticks_are_durable_before_they_are_used() -> None:
+    order = kinds(joined("a").report("a", 2))
     assert order.index(Persist) < order.index(TakeRequest)
-    d.merge(0, a=2)
-    assert persisted(d.report("a", 4), "ticks") == [], "one record serves many ticks"
-    assert len(persisted(d.effects, "ticks")) == 1
 
 
 def test_a_record_reserves_sixteen_cycles_beyond_the_tick_that_needs_it() -> None:

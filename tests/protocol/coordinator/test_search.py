@@ -1,5 +1,6 @@
-"""A coordinator without its state: who is waited for, what is fetched from whom, and
-what the new term begins with."""
+"""A coordinator without its state, or with a run that an island's parameters begin: who
+is waited for, what is fetched from whom, and what the new term begins with.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
+    Effect,
     FoundTerm,
     GiveUp,
     Postpone,
-    may_have_become,
 )
 from diloco_jax.protocol.coordinator.state import Alert, Tell
-from diloco_jax.protocol.messages import Refused, Version, Welcome
+from diloco_jax.protocol.messages import FIRST_VERSION, Refused, Version, Welcome
 
 
 def versions(opened: FoundTerm) -> tuple[Version, ...]:
@@ -288,13 +289,67 @@ def test_an_island_that_was_alone_for_long_is_believed() -> None:
     assert asked(effects) == [("b", 0)]
 
 
-def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
+@pytest.mark.parametrize(
+    ("number", "term", "counts"),
+    [
+        (5, 1, True),
+        (5 + MERGES_AHEAD, 1, True),
+        (6 + MERGES_AHEAD, 1, False),
+        (4, 1, False),
+        (6, 2, False),
+        (2**40, 1, False),
+    ],
+)
+def test_an_anchor_arrives_at_about_the_version_that_was_offered(
+    number: int, term: int, counts: bool
+) -> None:
+    """It may be some merges newer."""
     g = Searching("ab")
     g.offer("a", 5, 7)
     assert asked(g.offer("b", 5, 6)) == [("a", 0)]
-    effects = g.arrive("a", 0, 2**40)
+    effects = g.arrive("a", 0, number, term)
+    assert (0 in g.state.got) is counts
+    if counts:
+        return
     assert asked(effects) == [("b", 0)]
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
+
+
+def test_an_anchor_that_is_judged_is_not_replaced_by_another() -> None:
+    """Ballots are of the first."""
+    g = Searching("abc")
+    g.says = dict.fromkeys("bc")
+    for name in "abc":
+        g.offer(name, 5, 5)
+    g.arrive("a", 0, 5)
+    judged = g.state.claims[0]
+    assert judged.anchor is not None
+    assert g.arrive("a", 0, 5, digest="of other values") == []
+    assert g.arrive("a", 0, 5, unfit=True) == []
+    assert g.state.claims[0] == judged
+
+
+def test_anchors_of_a_term_that_is_known_already_do_not_count() -> None:
+    """An island has heard of the number that was chosen: all come anew for the next."""
+    g = Searching("ab")
+    g.offer("a", 5, 5)
+    assert asked(g.offer("b", 4, 4)) == [("a", 0)]
+    late = anchor(0, "a", 5, g.state.term)
+    assert asked(g.offer("b", 4, 4, term=g.state.term)) == [("a", 0)]
+    assert g.state.term == 3
+    assert g.feed(late) == []
+    assert g.state.claims[0].anchor is None
+    g.arrive("a", 0, 5)
+    assert found(g.arrive("a", 1, 5)).term == 3
+
+
+def test_an_anchor_is_awaited_until_its_own_deadline() -> None:
+    g = Searching("a")
+    g.offer("a", 5, 5)
+    until = g.now + CONFIG.outage_budget_s
+    g.pass_time(CONFIG.outage_budget_s - 50, "a")
+    assert anchors.next_deadline(g.state, g.now) == until
+    assert of(g.wait(50), GiveUp)
 
 
 @pytest.mark.parametrize(
@@ -314,21 +369,6 @@ def test_grants_begin_beyond_those_that_nobody_may_have_heard_of(
     g.offer("a", 1, 1, step_seconds=step_seconds, next_position=8)
     g.arrive("a", 0, 1)
     assert found(g.arrive("a", 1, 1)).next_position == position
-
-
-@pytest.mark.parametrize(
-    ("arrived", "may"),
-    [
-        (Version(2, 150), True),
-        (Version(2, 151), True),
-        (Version(2, 150 + MERGES_AHEAD), True),
-        (Version(2, 151 + MERGES_AHEAD), False),
-        (Version(2, 149), False),
-        (Version(3, 151), False),
-    ],
-)
-def test_an_anchor_may_be_some_merges_newer_than_it_was_offered(arrived, may):
-    assert may_have_become(Version(2, 150), arrived) is may
 
 
 @pytest.mark.parametrize(
@@ -448,3 +488,121 @@ def test_news_of_another_run_do_not_count() -> None:
     g.arrive("a", 0, 1)
     opened = found(g.arrive("a", 1, 1))
     assert (opened.term, opened.tokens) == (2, 300)
+
+
+COMPILE_S = 600.0
+
+
+class Giving(Searching):
+    """Island a gives two fragments."""
+
+    def __init__(self) -> None:
+        super().__init__("a", run_id="run-1", first=True)
+        self.config = replace(self.config, compile_budget_s=COMPILE_S)
+        self.state = anchors.begin(self.config, self.aim, self.now)
+
+    def hello(self, name: str = "a", **fields: Any) -> list[Effect]:
+        return self.offer(name, **{"run_id": "", "term": 0, **fields})
+
+    def give(self, fragment: int, **fields: Any) -> list[Effect]:
+        return self.arrive("a", fragment, 0, **fields)
+
+
+@pytest.fixture
+def run() -> Giving:
+    return Giving()
+
+
+def test_each_fragment_is_asked_for_and_the_run_begins_with_all(run: Giving) -> None:
+    begun = run.hello()
+    (welcome,) = of(begun, Welcome)
+    assert (welcome.run_id, welcome.term, welcome.versions) == ("run-1", 0, ())
+    assert asked(begun) == [("a", 0)]
+    assert asked(run.give(0)) == [("a", 1)]
+    opened = found(run.give(1))
+    assert opened.run_id == "run-1"
+    assert [a.version for a in opened.anchors] == [FIRST_VERSION] * 2
+    assert [a.island for a in opened.anchors] == ["a", "a"]
+    assert (opened.tokens, opened.next_position) == (0, 0)
+
+
+def test_others_are_told_for_whom_they_wait(run: Giving) -> None:
+    (postponed,) = of(run.hello("b"), Postpone)
+    assert "island 'a', of which 0 of 2" in postponed.message
+    run.hello()
+    run.give(0)
+    (postponed,) = run.hello("b")
+    assert "1 of 2 fragments" in postponed.message
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_another_attempt_gives_all_of_them_anew(run: Giving, silent: bool) -> None:
+    run.hello()
+    run.give(0)
+    if silent:
+        assert not of(run.wait(CONFIG.lease_s), GiveUp)
+        assert not run.state.got
+    assert asked(run.hello(incarnation=2)) == [("a", 0)]
+    assert run.give(0) == [], "of the attempt before"
+    assert not run.state.got
+    run.give(0, incarnation=2)
+    found(run.give(1, incarnation=2))
+
+
+def test_a_connection_that_broke_loses_nothing(run: Giving) -> None:
+    run.hello()
+    run.give(0)
+    run.lose("a")
+    assert asked(run.hello(run_id="run-1")) == [("a", 1)]
+    found(run.give(1))
+
+
+def test_what_was_not_asked_for_or_is_not_finite_does_not_count(run: Giving) -> None:
+    run.hello()
+    assert run.give(1) == []
+    assert not run.state.got
+    (end,) = of(run.give(0, unfit=True), GiveUp)
+    assert "fragment 0" in end.message
+    assert "was not finite" in end.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"differences": ("seed: 1 here, 2 there",)}, "config"),
+        ({"run_id": "other"}, "run_id"),
+        ({"incarnation": 2, "session": "other"}, "name_in_use"),
+    ],
+)
+def test_who_cannot_give_is_refused(
+    run: Giving, changes: dict[str, Any], code: str
+) -> None:
+    run.hello(incarnation=2)
+    (refused,) = of(run.hello(**({"incarnation": 3} | changes)), Refused)
+    assert refused.code == code
+    (postponed,) = run.hello(incarnation=1)
+    assert isinstance(postponed, Postpone)
+
+
+def test_it_is_waited_for_until_a_deadline_that_it_can_meet_by_compiling(
+    run: Giving,
+) -> None:
+    assert anchors.next_deadline(run.state, run.now) == run.now + COMPILE_S
+    assert run.wait(COMPILE_S - 1) == []
+    run.hello()
+    assert anchors.next_deadline(run.state, run.now) == run.now + CONFIG.lease_s
+    assert not of(run.pass_time(COMPILE_S, "a"), GiveUp)
+    assert asked(run.give(0)) == [("a", 1)]
+
+
+def test_where_it_does_not_come_the_coordinator_gives_up(run: Giving) -> None:
+    (gone,) = of(run.wait(COMPILE_S), GiveUp)
+    assert "island 'a'" in gone.message
+    assert "compile_budget_s = 600" in gone.message
+    assert run.wait(1) == []
+
+
+def test_where_it_lives_and_sends_nothing_the_coordinator_gives_up(run: Giving) -> None:
+    run.hello()
+    (end,) = of(run.pass_time(COMPILE_S + CONFIG.outage_budget_s, "a"), GiveUp)
+    assert "fragment 0" in end.message

@@ -14,7 +14,6 @@ from kit import (
     of,
     only,
     pair,
-    persisted,
     scene,
     scenes,
     took,
@@ -52,13 +51,13 @@ a refused delta is not merged and blocks the next
     b=1 a=2 a/0~2 -> ask 0:ab
     a/0! -> refused non_finite:a; drop 0:a
     b/0=2 -> merge 0: b 0-2
-    /0 ->
+    /0 -> publish refused non_finite:a
     a=4 -> ask 0:b
 reopened steps are in the next delta
     pair a b
     b=1 a=2 a/0~2 a/0! -> ask 0:ab; refused non_finite:a; drop 0:a
     a=3 a/0-reopened b/0=2 /0 -> merge 0: b 0-2
-    a=6 b/0=4 /0 -> ask 0:ab; merge 0: b 2-4
+    a=6 b/0=4 /0 -> ask 0:ab; merge 0: b 2-4; publish pending:a
     a/0=6 b=8 -> ask 0:b
     b/0=8 -> merge 0: a 0-6, b 4-8
     lost -> nothing
@@ -76,9 +75,10 @@ a take without steps is refused
 a refusal is told once, though every merge until it is answered finds it again
     pair a b max_staleness=0
     a=2 b=2 a/0~2 b/0=2 -> ask 0:ab; merge 0: b 0-2
-    /0 -> drop 0:a
-    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4
-    b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6
+    /0 -> publish refused stale:a; drop 0:a
+    b=4 b/0=4 /0 -> ask 0:b; merge 0: b 2-4; publish refused stale:a
+    b=6 b/0=6 /0 -> ask 0:b; merge 0: b 4-6; publish refused stale:a
+    ; alert fragment 0 was merged 3 times in a row from 'b' [...]
 a coordinator that dies of a merge has refused nobody for it
     # Else b opens steps again that the next coordinator merges, and whatever it takes
     # after that overlaps with them, for ever.
@@ -88,24 +88,47 @@ a coordinator that dies of a merge has refused nobody for it
     a.back=2 b.back=2 -> resend 0:ab
     a/0 b/0 ->
     a=4 -> merge 0: a 0-2, b 0-2
+bytes that come twice change nothing
+    pair a b quorum=2
+    a=2 b=2 a/0=2
+    a/0 ->
+steps that are settled are refused as overlap
+    # The island goes back to the anchor; what comes then is whole.
+    pair a
+    a=2 a/0=2 /0 a=4
+    a/0~4@1 -> refused overlap:a; drop 0:a; skip 0: quorum is out of reach
+    a=5 a/0-reset ->
+    lost -> a overlap 20
+    a=6 a/0=6@5 /0 -> ask 0:a; merge 0: a 5-6
+    merged -> a 30
+    lost -> a overlap 20, a overwritten 10
+steps that adoption overwrote are lost, after a crash too
+    pair a
+    a=2 a/0=2 /0 a=6 a/0=6@3 /0
+    lost -> a overwritten 10
+    crash a.back
+    lost -> a overwritten 10
+    merged -> a 50
+a take is stale only once the merge that makes it so is durable
+    pair a b max_staleness=0
+    a=2 a/0=2 b/0~2 -> ask 0:ab; merge 0: a 0-2
+    /0 -> publish refused stale:b; drop 0:b
+who comes back is told which versions its delta is not in
+    pair a b
+    b=1 a=2 a/0=2 b/0~2 /0 b.away b.back -> ask 0:ab; merge 0: a 0-2
+    ; publish pending:b; pending:b; resend 0:b
+    b/0 b.away b.back -> pending:b
 """
 )
 def test_a_scene_of_takes(first: str, text: str) -> None:
     scene(begun(first, pair=pair), text)
 
 
-def test_records_and_bytes_that_come_twice_change_nothing(open_for_a: Driver) -> None:
-    d = open_for_a
-    record = took(1, 0, 1, 0, 2)
-    d.report("a", 2, record)
-    before = d.account("a", 0)
-    assert of(d.effects, ResendRequest) == [], "its bytes are on their way"
-    d.report("a", 2, record)
-    d.arrive("a", 0)
-    assert d.arrive("a", 0, 1) == []
-    assert before.take is not None
-    assert d.account("a", 0).take is not None
-    assert d.account("a", 0).start == before.start
+def test_a_pending_verdict_says_up_to_which_version_a_delta_is_in_none() -> None:
+    d = pair("a", "b")
+    d.play("b=1 a=2 a/0=2 b/0~2 /0 b.away b.back")
+    verdict = only(d.effects, TakeVerdict)
+    assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
 
 
 def test_a_record_of_a_take_that_is_merged_already_is_ignored() -> None:
@@ -149,22 +172,6 @@ def test_a_take_against_an_old_version(staleness: int, refused: bool) -> None:
     assert len(of(effects, Drop)) == 2 * refused, "once here, once on arrival"
 
 
-@pytest.mark.parametrize("arrived", [True, False])
-def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
-    *, arrived: bool
-) -> None:
-    d = pair("a", "b")
-    d.play("b=1 a=2 a/0=2")
-    held = d.held("b", 0, 0, 2)
-    d.take("b", 0, 2, arrive=arrived)
-    assert verdicts(d.computed(0))["b"] == (1, "pending", "")
-    d.disconnect("b")
-    told = d.hello("b", steps=2, phase="training", outstanding=(held,))
-    verdict = only(told, TakeVerdict)
-    assert (verdict.verdict, verdict.version) == ("pending", Version(1, 1))
-    assert bool(of(told, ResendRequest)) is not arrived
-
-
 @pytest.mark.parametrize(
     ("base", "reason"),
     [
@@ -189,17 +196,6 @@ def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> 
     for version in (Version(1, 1), Version(2, 0)):
         d.report("a", 2, d.record("a", "adopted", 2, fragment=0, version=version))
         assert d.account("a", 0).adopted == known
-
-
-def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:
-    d = pair("a", "b", max_staleness=0)
-    d.play("a=2 a/0=2")
-    assert d.fragment(0).phase == "merging"
-    assert of(d.take("b", 0, 2), TakeVerdict) == []
-    effects = d.computed(0)
-    (record,) = persisted(effects, "merged")
-    assert record["verdicts"]["b"][1:] == ["refused", "stale"]
-    assert verdicts(effects)["b"][1:] == ("refused", "stale")
 
 
 def test_the_tape_has_refusals_and_publishes_tell_them_again() -> None:
@@ -229,34 +225,6 @@ def test_deltas_that_are_not_finite_in_a_row_are_told_of_once() -> None:
     assert f"{UNFIT_DELTAS} deltas of fragment 0" in text
     assert "'a'" in text
     assert "inner.learning_rate" in text
-
-
-def test_steps_that_adoption_overwrote_are_lost() -> None:
-    d = pair("a")
-    d.play("a=2 a/0=2 /0 a=6")
-    d.take("a", 0, 6, start=3)
-    d.computed(0)
-    totals = d.totals("a")
-    assert (totals.merged, totals.lost) == (50, {"overwritten": 10})
-    d.crash()
-    d.hello("a", steps=6, phase="training")
-    assert d.totals("a") == totals, "after a crash too"
-
-
-def test_steps_that_are_settled_are_refused_as_overlap() -> None:
-    d = pair("a")
-    d.play("a=2 a/0=2 /0 a=4")
-    effects = d.take("a", 0, 4, start=1)
-    assert only(effects, TakeVerdict).reason == "overlap"
-    assert of(effects, Merge) == []
-    # The island goes back to the anchor; what comes then is whole.
-    d.play("a=5 a/0-reset")
-    assert d.totals("a").lost == {"overlap": 20}
-    d.report("a", 6)
-    assert only(d.take("a", 0, 6, start=5), Merge)
-    d.computed(0)
-    totals = d.totals("a")
-    assert (totals.merged, totals.lost) == (30, {"overlap": 20, "overwritten": 10})
 
 
 def test_a_take_that_was_asked_for_before_a_crash_is_sent_again() -> None:
