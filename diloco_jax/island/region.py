@@ -14,6 +14,7 @@ serves it, at an address of the host's own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -21,7 +22,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -57,8 +58,6 @@ from diloco_jax.wire.transfers import (
 
 logger = logging.getLogger(__name__)
 
-NEAR_BUDGET_S = 4.0
-"""Time budget within a region at most: a donor that is gone is left as soon."""
 KEPT = 4
 """Publishes of a host's part that it keeps for others at most."""
 
@@ -84,6 +83,28 @@ class _Given:
     """Bytes that each island has had of it."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Lane:
+    """What leads to a donor."""
+
+    island: str
+    address: str
+    budget_s: float
+    """A connection is made in a part of it."""
+    transfers: Transfers
+    users: int = 0
+
+    def leads(self, island: str, address: str, budget_s: float) -> bool:
+        """Tell if it leads there, in about that time."""
+        alike = budget_s / 2 <= self.budget_s <= 2 * budget_s
+        return alike and (self.island, self.address) == (island, address)
+
+    def end(self) -> None:
+        """End what is under way; its idle threads would stay."""
+        self.transfers.cancel()
+        self.transfers.close(0.0)
+
+
 class Region(Handlers):
     """What this host gives others of its region, and what it has from them. Any thread
     may call it."""
@@ -105,8 +126,6 @@ class Region(Handlers):
             if region == regions[name] and other != name
         )
         self._index, self._deadlines = index, placement.deadlines
-        budget_s = min(self._deadlines.budget_s, NEAR_BUDGET_S)
-        self._near = dataclasses.replace(self._deadlines, budget_s=budget_s)
         self._channels = placement.bulk_channels
         self._tls = TlsFiles.load_given(placement.certificates, peers.island(name))
         self._listener: socket.socket | None = None
@@ -138,8 +157,8 @@ class Region(Handlers):
         self._kept: dict[tuple[int, Version], _Given] = {}
         """The oldest first."""
         self._memory, self._watch = ReceiveBuffers(), IdleWatch("diloco-region-watch")
-        self._transfers: dict[str, Transfers] = {}
-        """From each donor that was asked."""
+        self._lanes: list[_Lane] = []
+        """To each donor that was asked: the newest lane, and older ones in use."""
 
     def begin(self, run_id: str) -> None:
         """Answer the islands of this run."""
@@ -154,9 +173,9 @@ class Region(Handlers):
         elif self._listener is not None:
             self._listener.close()
         with self._changed:
-            left, self._transfers = self._transfers, {}
-        for transfers in left.values():
-            _end(transfers)
+            lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.end()
         self._watch.close(1.0)
 
     # ---- what others have from here ---------------------------------------------
@@ -191,7 +210,7 @@ class Region(Handlers):
         with self._changed:
             here = self._changed.wait_for(
                 lambda: self._newest.get(fragment, NOTHING) >= want,
-                self._near.retry_max_s,
+                self._deadlines.retry_max_s,
             )
             self._expire()
             given = self._kept.get(key)
@@ -274,8 +293,8 @@ class Region(Handlers):
                 f"it has {len(donor.addresses)} hosts, and this is host {self._index}"
             )
         address = donor.addresses[self._index]
-        transfers = self._transfers_from(donor.island, address)
-        fetched = transfers.fetch(request, max_bytes=size, within_s=within_s)
+        with self._lane_to(donor.island, address, within_s) as lane:
+            fetched = lane.fetch(request, max_bytes=size, within_s=within_s)
         found = sha256_arrays([np.frombuffer(fetched.payload, np.uint8)])
         as_asked = (fetched.version, fetched.count) == (request.want, 1)
         if not as_asked or len(fetched.payload) != size or found != right:
@@ -286,26 +305,48 @@ class Region(Handlers):
             )
         return fetched
 
-    def _transfers_from(self, island: str, address: str) -> Transfers:
-        """Return the transfers from a donor, which may have another address now."""
+    @contextlib.contextmanager
+    def _lane_to(
+        self, island: str, address: str, within_s: float
+    ) -> Iterator[Transfers]:
+        """Lend the transfers from a donor. It may have another address now, or much
+        more or less time; what others have under way there goes on."""
+        # A donor that does not answer is left in time.
+        budget_s = min(self._deadlines.budget_s, 2 * within_s)
         with self._changed:
-            left = self._transfers.get(island)
-            if left is not None and left.peer == address:
-                return left
-            deadlines, channels = self._near, self._channels
-            who = peers.island(island)
-            connections = Connections(
-                address, self._tls, deadlines, channels, who, field=f"islands.{island}"
-            )
-            made = Transfers(connections, channels, deadlines, self._watch)
-            made.memory = self._memory  # One for all of them.
-            self._transfers[island] = made
-        if left is not None:
-            _end(left)
-        return made
+            known = [one for one in self._lanes if one.leads(island, address, budget_s)]
+            lane = known[-1] if known else self._new_lane(island, address, budget_s)
+            lane.users += 1
+        try:
+            self._end_unused(island)
+            yield lane.transfers
+        finally:
+            with self._changed:
+                lane.users -= 1
+            self._end_unused(island)
 
+    def _new_lane(self, island: str, address: str, budget_s: float) -> _Lane:
+        """Add a lane; with the lock."""
+        deadlines = dataclasses.replace(self._deadlines, budget_s=budget_s)
+        connections = Connections(
+            address,
+            self._tls,
+            deadlines,
+            self._channels,
+            peers.island(island),
+            field=f"islands.{island}",
+        )
+        transfers = Transfers(connections, self._channels, deadlines, self._watch)
+        transfers.memory = self._memory  # One for all of them.
+        lane = _Lane(island, address, budget_s, transfers)
+        self._lanes.append(lane)
+        return lane
 
-def _end(transfers: Transfers) -> None:
-    """End what is under way; its idle threads would stay."""
-    transfers.cancel()
-    transfers.close(0.0)
+    def _end_unused(self, island: str) -> None:
+        """End the lanes to a donor that nobody uses, but for the newest."""
+        with self._changed:
+            older = [lane for lane in self._lanes if lane.island == island][:-1]
+            unused = [lane for lane in older if not lane.users]
+            self._lanes = [lane for lane in self._lanes if lane not in unused]
+        for lane in unused:
+            lane.end()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
@@ -216,15 +218,47 @@ def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
 def test_a_donor_that_moves_leaves_no_threads(regions, config):
     have(regions["a"], PAYLOAD)
     assert fetched(regions, "a") == (PAYLOAD, [])
-    (left,) = regions["b"]._transfers.values()
+    (lane,) = regions["b"]._lanes
     regions["a"].close()
     regions["a"] = Region(config, "a", 0, COORDINATOR, "")
     regions["a"].begin(RUN_ID)
     have(regions["a"], PAYLOAD)
     assert fetched(regions, "a") == (PAYLOAD, [])
-    for thread in left._fetch_pool._threads:
+    for thread in lane.transfers._fetch_pool._threads:
         thread.join(10.0)
         assert not thread.is_alive()
+
+
+def test_a_donor_has_the_time_of_each_publish_to_answer_a_connection(regions):
+    def connect_s(within_s):
+        with regions["b"]._lane_to("a", regions["a"].address, within_s) as lane:
+            return lane, lane._connections._deadlines.connect_s
+
+    first, short_s = connect_s(0.1)
+    assert connect_s(0.15) == (first, short_s), "not anew for a little more"
+    assert short_s <= 0.1
+    _, longer_s = connect_s(1.0)
+    assert longer_s == 1.0
+    assert connect_s(0.1)[1] == short_s
+
+
+def test_a_call_of_little_time_ends_none_of_more_that_is_under_way(config, regions):
+    have(regions["a"], PAYLOAD)
+    region = Region(config.replace("time_budget_s", 24.0), "b", 0, COORDINATOR, "")
+    with contextlib.closing(region), ThreadPoolExecutor(1) as pool:
+        sources = sources_of(regions, "a", within_s=12.0)
+        longer = pool.submit(region.fetch_from, request_of("b", 5), sources, SIZE)
+        while not region._lanes or not region._lanes[0].transfers._open:
+            assert not longer.done(), longer.result()
+            time.sleep(0.01)
+        sources = sources_of(regions, "a", within_s=2.0)
+        found, failed = region.fetch_from(request_of("b"), sources, SIZE)
+        assert (bytes(found.payload), failed) == (PAYLOAD, [])
+        assert [lane.users for lane in region._lanes] == [1, 0]
+        have(regions["a"], PAYLOAD, number=5)
+        found, failed = longer.result()
+        assert (bytes(found.payload), failed) == (PAYLOAD, [])
+        assert len(region._lanes) == 1, "one that nobody uses is kept"
 
 
 @pytest.mark.parametrize("serve", ["", "0.0.0.0:0"])
