@@ -146,7 +146,7 @@ def test_what_is_kept_does_not_grow_after_the_warm_up(tmp_path):
             run.start("b")
     run.tape.close()
     assert lives >= 10
-    seen = ("state", "tally", "roster", "a: conversation", "a: boundary")
+    seen = ("state", "roster", "a: conversation", "a: boundary")
     assert min(looks[-1][name] for name in seen) > 50, "what is kept is looked into"
     warm = len(looks) * WARM_UP // MERGES
     for name in looks[0]:
