@@ -322,7 +322,7 @@ def _plot(path: Path, runs: Runs) -> None:
     islands.set(ylabel="loss over data-parallel, %")
     islands.axhline(0, color="0.8", zorder=0)
     islands.minorticks_off()
-    rungs.set(title="8 islands, from the defaults to data-parallel")
+    rungs.set(title="8 islands, from H = P = 24 to data-parallel")
     rungs.set(xlabel="what the change takes off, % of data-parallel's loss")
     rungs.axvline(0, color="0.8", zorder=0)
     for axes in (islands, rungs):

@@ -40,7 +40,7 @@ def make() -> Figure:
     times = bars[0][1] / bars[1][1]
     say(
         axes,
-        f"A {times:.0f}th of the traffic of data-parallel training",
+        f"1/{times:.0f} of the traffic of data-parallel training",
         "Gbit/s of one of 8 sites: 7 B parameters, steps of 1 s, H = 24 (logarithmic)",
     )
     return figure
