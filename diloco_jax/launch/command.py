@@ -41,7 +41,7 @@ LOOKS = ("status", "logs")
 """Actions that change nothing, and ask nothing."""
 OF_TPU_VM = ("create", "delete")
 """Actions of a backend that makes machines, and has no hold on what they run."""
-OF_NO_STEP = frozenset({"memory", "merge buffer", "disk bytes"})
+OF_NO_STEP = frozenset({"HBM", "memory", "merge buffer", "disk bytes"})
 """Checks of the plan that do not depend on the islands' speed."""
 SLOW_STEP_S = 3600.0
 """Step so long that no other check refuses."""
@@ -251,15 +251,15 @@ def days(settings: LaunchConfig) -> tuple[int, int]:
 
 
 def require_planned(config: Config) -> list[str]:
-    """Ask the plan before anything is paid for: would the coordinator's machine do?
+    """Ask the plan before anything is paid for: would slices and machines do?
 
     Steps are not known without a compiler, so a launch is refused only for what does
-    not depend on them: memory, the merge buffer, and the least bytes of the disk. What
-    arithmetic refuses beyond that at peak rates is returned as notes, and so is what
-    would wait its turn. `diloco plan` knows the rest.
+    not depend on them: what rests in the islands' HBM, memory, the merge buffer, and
+    the least bytes of the disk. What arithmetic refuses beyond that at peak rates is
+    returned as notes, and so is what would wait its turn. `diloco plan` knows the rest.
 
-    Raises ConfigError if the coordinator's machine or its disk is too small for the
-    run, however slow its steps are.
+    Raises ConfigError if a slice, the coordinator's machine or its disk is too small
+    for the run, however slow its steps are.
     """
     import jax
 

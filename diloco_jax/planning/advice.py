@@ -13,6 +13,7 @@ here picks a setting by it.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -351,8 +352,12 @@ def mended(terms: Terms) -> Remedy | None:
         together |= change
     for path in list(together):
         less = {other: value for other, value in together.items() if other != path}
-        if not _missing(terms.changed(less)):
-            together = less
+        # Topology and mesh go together, and so do mesh and batch.
+        with contextlib.suppress(ConfigError):
+            then = terms.changed(less)
+            then.config.validate()
+            if not _missing(then):
+                together = less
     text = f"set {shown(together)}: planned so, no check refuses"
     return Remedy(check="together", text=text, change=together)
 

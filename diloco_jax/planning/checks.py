@@ -14,11 +14,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from diloco_jax.config import IslandConfig
 from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
 from diloco_jax.hardware.machines import MIB, MOST_DISK_GB, smallest_machine
+from diloco_jax.hardware.tpus import Slice, find_slice, slice_of
 from diloco_jax.island.region import KEPT
+from diloco_jax.planning.compiling import least_hbm
 from diloco_jax.planning.coordinator import (
     CoordinatorPlan,
     OutagePlan,
@@ -175,6 +178,7 @@ def notes(terms: Terms) -> list[str]:
 def _checks(terms: Terms) -> list[Check]:
     needs = needs_of(terms)
     return [
+        *_hbm(terms),
         _link(terms, needs),
         _egress(terms, needs),
         _join(terms, needs),
@@ -187,6 +191,96 @@ def _checks(terms: Terms) -> list[Check]:
         _restart(terms, needs),
         _places(terms),
     ]
+
+
+def least_hbm_of(terms: Terms) -> dict[str, tuple[int, float]]:
+    """Return by island the bytes that each device holds at least, and what it has;
+    empty where a compiler has told more, or the model is of the user's own.
+
+    Raises ConfigError.
+    """
+    if terms.hbm_known or terms.run.model.factory:
+        return {}
+    found, measured = {}, terms.measured.device_memory_bytes
+    alike = dict[IslandConfig, int]()
+    for name, island in terms.config.islands.items():
+        if not island.topology:
+            continue
+        has: float = slice_of(name, island).hbm_bytes
+        if name in measured:
+            has = measured[name].value
+        if island not in alike:
+            alike[island] = least_hbm(terms.config, name, terms.fragments).resting
+        found[name] = (alike[island], has)
+    return found
+
+
+def _hbm(terms: Terms) -> Iterator[Check]:
+    found = least_hbm_of(terms)
+    if not found:
+        return
+    name = max(found, key=lambda name: found[name][0] / found[name][1])
+    (needed, has), island = found[name], terms.config.islands[name]
+    yield Check(
+        "HBM",
+        needed,
+        has,
+        f"islands.{name}: parameters, the inner optimizer's state and what the "
+        f"exchange holds take {needed / GB:.3g} GB of each device's HBM, without "
+        f"gradients and activations, and {island.topology} has {has / GB:.3g} GB "
+        f"(mesh_fsdp = {island.mesh_fsdp}, anchor_memory = {island.anchor_memory!r})",
+        _roomier(terms, found),
+    )
+
+
+def _roomier(terms: Terms, found: dict[str, tuple[int, float]]) -> Iterator[Change]:
+    """Propose for all islands that lack HBM together what is the least for each."""
+    together, tried = Change(), dict[IslandConfig, dict[str, Any]]()
+    for name, (needed, has) in found.items():
+        island = terms.config.islands[name]
+        if needed <= has:
+            continue
+        if island not in tried:
+            for fields in _less_hbm(island):
+                then = terms.changed(
+                    {f"islands.{name}.{f}": v for f, v in fields.items()}
+                )
+                least, most = least_hbm_of(then)[name]
+                if least <= most:
+                    tried[island] = fields
+                    break
+            else:
+                return
+        together |= {f"islands.{name}.{f}": v for f, v in tried[island].items()}
+    yield together
+
+
+def _less_hbm(island: IslandConfig) -> Iterator[dict[str, Any]]:
+    """Yield fields with which a device holds less: parameters cut over all devices that
+    have copies, anchors in host memory, larger slices of the same chips."""
+    cut: dict[str, Any] = {}
+    if island.mesh_data > 1:
+        cut = {"mesh_data": 1, "mesh_fsdp": island.mesh_data * island.mesh_fsdp}
+        yield cut
+    if island.anchor_memory == "device":
+        yield {"anchor_memory": "pinned_host"}
+        if cut:
+            yield cut | {"anchor_memory": "pinned_host"}
+    now = find_slice(island.topology, "topology")
+    for shape in now.generation.shapes:
+        larger = Slice(now.generation, shape)
+        times, rest = divmod(larger.devices, island.devices)
+        if times < 2 or rest:
+            continue
+        fields: dict[str, Any] = {
+            "topology": larger.topology,
+            "mesh_data": 1,
+            "mesh_fsdp": times * island.mesh_data * island.mesh_fsdp,
+        }
+        # A batch of whole rows for each device; mostly it is one already.
+        each = times * island.batch_multiple
+        fields["batch_size"] = each * -(-island.batch_size // each)
+        yield {f: v for f, v in fields.items() if v != getattr(island, f)}
 
 
 def _link(terms: Terms, needs: Needs) -> Check:

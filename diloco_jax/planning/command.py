@@ -102,7 +102,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         render(plan, console)
         took = f"(this plan took {time.monotonic() - began:.0f} s)"
         console.print(took, highlight=False, style="dim")
-    return EXIT_DONE if plan.fits else EXIT_CONFIG
+    return EXIT_CONFIG if plan.fits is False else EXIT_DONE
 
 
 # ---- text for people -----------------------------------------------------------------
@@ -121,8 +121,9 @@ def render(plan: Plan, console: Console) -> None:
         )
     else:
         lines.append(
-            f"arithmetic, nothing compiled, HBM not checked: {run.params / 1e9:.4g} B "
-            f"parameters; {bound} a cycle of {run.cycle_seconds:.4g} s"
+            f"arithmetic, nothing compiled, HBM checked by what rests in it alone: "
+            f"{run.params / 1e9:.4g} B parameters; {bound} a cycle of "
+            f"{run.cycle_seconds:.4g} s"
         )
         for title, names in groups.items():
             island = plan.islands[names[0]]
@@ -131,7 +132,8 @@ def render(plan: Plan, console: Console) -> None:
             lines.append(
                 f"{title}: step {island.step_seconds:.4g} s {bound}, Gbit/s up "
                 f"{_rates(up.mean, up.peak)}, down {_rates(down.mean, down.peak)}, "
-                f"join {island.network.join_seconds:.0f} s"
+                f"join {island.network.join_seconds:.0f} s, HBM per device at least "
+                f"{_size(island.least_hbm_bytes)} of {_size(island.hbm_bytes)}"
                 f"{f', each host keeps {_size(kept)} for its region' if kept else ''}"
             )
     lines += _expected(plan, groups)

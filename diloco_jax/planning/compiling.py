@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -31,13 +32,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from diloco_jax import run_files
 from diloco_jax.before_jax import (
@@ -55,10 +57,12 @@ from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.members import importable
 from diloco_jax.hardware.tpus import Slice, ici_bytes_per_s, slice_of
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.device.programs import PiecePrograms
-from diloco_jax.island.device.step import TrainState
-from diloco_jax.models.build import build_plan
+from diloco_jax.island.device.mesh import abstract_mesh
+from diloco_jax.island.device.programs import PiecePrograms, piece_sharding
+from diloco_jax.island.device.step import TrainState, abstract_state
+from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.flops import Flops, count_flops
+from diloco_jax.models.model import Params
 from diloco_jax.planning.program import (
     CollectiveSum,
     Program,
@@ -77,6 +81,7 @@ class Hbm:
     """Bytes in the HBM of one device, unless a field says otherwise."""
 
     parameters: int
+    """Those that are frozen, too."""
     optimizer: int
     watched: int
     """The copy of the merged model, in the compute dtype, with
@@ -110,11 +115,16 @@ class Hbm:
         return self.watched + (0 if self.pinned_host else exchange)
 
     @property
+    def resting(self) -> int:
+        """Bytes in HBM between steps."""
+        return self.parameters + self.optimizer + self.beside
+
+    @property
     def share_of_activations(self) -> float:
         """The share of the activations for which there is room, with everything else
         that grows with the batch; at most 1.
         """
-        resident = self.used - self.parameters - self.optimizer - self.beside
+        resident = self.used - self.resting
         return min(1.0, 1 - self.missing / max(1, resident))
 
     def accepted(self, stats: Any, available: int) -> Hbm:
@@ -123,10 +133,9 @@ class Hbm:
         stats: `Compiled.memory_analysis()`.
         """
         used = stats.peak_memory_in_bytes + stats.generated_code_size_in_bytes
-        known = self.parameters + self.optimizer + self.beside
         return dataclasses.replace(
             self,
-            temporaries=used - known,
+            temporaries=used - self.resting,
             used=used,
             available=available,
             missing=max(0, used - available),
@@ -149,20 +158,21 @@ def held_between_steps(
     plan: FragmentPlan,
     sync: SyncConfig,
     state: Any,
-    programs: dict[Piece, PiecePrograms],
+    frozen: Any,
+    lies: Mapping[Piece, NamedSharding],
     *,
     in_host_memory: bool,
     watched_dtype: str | None = None,
 ) -> Hbm:
     """Compute what an island holds from shapes and shardings alone.
 
-    state: `Trainer.abstract_state()`. watched_dtype: of the merged model's copy; None:
-    there is none.
+    state, frozen: of `abstract_state`. lies: see `piece_sharding`. watched_dtype: of
+    the merged model's copy; None: there is none.
     """
     size = np.dtype(np.float32).itemsize
     share = {
-        piece: math.prod(own.piece.shard_shape(piece.shape)) * size
-        for piece, own in programs.items()
+        piece: math.prod(own.shard_shape(piece.shape)) * size
+        for piece, own in lies.items()
     }
     anchors = sum(share.values())
     largest = max(sum(share[p] for p in pieces) for pieces in plan.fragments)
@@ -171,7 +181,7 @@ def held_between_steps(
     residuals, open_takes = anchors * feedback, under_way * (1 + feedback)
     is_late = ADOPT_RULES.find(sync.adopt).keeps_pending + feedback
     return Hbm(
-        parameters=_bytes(state.params),
+        parameters=_bytes(state.params) + _bytes(frozen),
         optimizer=_bytes(state.opt_state),
         watched=_bytes(state.params, watched_dtype) if watched_dtype else 0,
         anchors=anchors,
@@ -180,6 +190,44 @@ def held_between_steps(
         late_takes=max(0, anchors - under_way) * is_late,
         pinned_host=in_host_memory * (anchors + residuals + open_takes),
     )
+
+
+def least_hbm(
+    config: Config,
+    name: str,
+    plan: FragmentPlan,
+    laid: tuple[TrainState, Params] | None = None,
+) -> Hbm:
+    """Compute what an island holds between steps from its config alone: no step takes
+    less. Its slice and chips play no part.
+
+    laid: `abstract_state` of the island; None: of the bundled model. Raises
+    ConfigError: see `build`.
+    """
+    run, island = config.run, config.islands[name]
+    # Plans try many settings of the exchange, and no shape depends on those.
+    known = dataclasses.replace(run, sync=SyncConfig())
+    state, frozen = laid or _laid_out(known, island)
+    lies: dict[tuple[Any, ...], NamedSharding] = {}
+    for piece in plan.pieces:
+        kind = (piece.path, piece.layer >= 0, piece.shape)
+        if kind not in lies:
+            lies[kind] = piece_sharding(piece, _leaf(state, piece))
+    return held_between_steps(
+        plan,
+        run.sync,
+        state,
+        frozen,
+        {p: lies[p.path, p.layer >= 0, p.shape] for p in plan.pieces},
+        in_host_memory=island.anchor_memory == "pinned_host",
+        watched_dtype=island.compute_dtype if config.placement.watch_every else None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _laid_out(run: RunConfig, island: IslandConfig) -> tuple[TrainState, Params]:
+    model = build(run, island)
+    return abstract_state(model, build_inner(run, model), abstract_mesh(island))
 
 
 def open_fragments(sync: SyncConfig) -> int:
@@ -328,13 +376,8 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     kinds = _kinds(run, island, plan, state)
     parts, flops = 2 + len(kinds), count_flops(run, island)
     report(1 / parts)
-    hbm = held_between_steps(
-        plan,
-        run.sync,
-        state,
-        {piece: own for own, pieces in kinds.items() for piece in pieces},
-        in_host_memory=island.anchor_memory == "pinned_host",
-        watched_dtype=island.compute_dtype if config.placement.watch_every else None,
+    hbm = least_hbm(
+        config, name, plan, abstract_state(model, trainer.inner, trainer.mesh)
     )
     lowered, refusal = trainer.lower(run.sequence_length, hbm.beside), ""
     moved: int | None = None

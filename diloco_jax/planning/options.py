@@ -93,8 +93,8 @@ class PlanOptions(Assumptions):
     )
     arithmetic: bool = setting(
         False,
-        help="Compile nothing: take steps by formula, and check links and coordinator "
-        "alone.",
+        help="Compile nothing: take steps by formula, and check links, coordinator and "
+        "what islands hold in HBM between steps alone.",
     )
     measured: str = setting(
         "",

@@ -1,8 +1,8 @@
 """The plan of a run, put together from its islands: compiled ones, or arithmetic.
 
 Without a compiler a step is its FLOPs by the formula over the chips' peak rate. So it
-is shorter than any real one, and loads links and coordinator the most. Nothing is known
-about HBM: a model that does not fit its slice is not found.
+is shorter than any real one, and loads links and coordinator the most. Of HBM only what
+islands hold between steps is known: what holds with it may not fit all the same.
 
 Checks go by this bound, or by the upper share of peak that the user knows. Days, tokens
 and price go by the step that was measured, or by the share of peak that is expected.
@@ -33,6 +33,7 @@ from diloco_jax.planning.checks import (
     IslandNetwork,
     Needs,
     Remedy,
+    least_hbm_of,
     needs_of,
     notes,
     refusals,
@@ -77,6 +78,11 @@ class PlannedIsland:
     """Seconds of a step as it was measured, or at the expected share of peak."""
     expected_from: str
     """Where that is from."""
+    least_hbm_bytes: int | None
+    """Bytes of each device's HBM that are taken between steps, if nothing else is known
+    of it; None if `compiled` has more."""
+    hbm_bytes: float | None
+    """What a device has for them."""
     exchange_seconds: float
     """Seconds of a cycle in which takes and adoptions hold up the steps: arithmetic
     from the collectives and the traffic of their compiled programs."""
@@ -174,8 +180,9 @@ class Plan:
     """Plan of all islands and of the run."""
 
     config: str
-    fits: bool
-    """True if every compiled island fits, and no check refuses."""
+    fits: bool | None
+    """True if every compiled island fits, and no check refuses. None if none does, and
+    nothing was compiled: nobody knows what gradients and activations take."""
     versions: dict[str, str]
     """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
@@ -186,9 +193,10 @@ class Plan:
     def __repr__(self) -> str:
         days = "no end" if self.run.days is None else f"{self.run.days:.3g} days"
         refused = ", ".join(refusal.check for refusal in self.run.refusals)
+        said = {True: "fits", False: "does not fit", None: "may fit"}[self.fits]
         return (
-            f"<Plan of {self.config} on {', '.join(self.islands)}: "
-            f"{'fits' if self.fits else 'does not fit'}, refused: {refused or 'none'}; "
+            f"<Plan of {self.config} on {', '.join(self.islands)}: {said}, "
+            f"refused: {refused or 'none'}; "
             f"expected {self.run.tokens_per_day:.4g} tokens per day, {days}>"
         )
 
@@ -240,7 +248,8 @@ def plan_run(
         for name in names
     }
     terms = terms_of(config, fragments, seconds, assumptions.link_gbit_per_s, measured)
-    needs, run = needs_of(terms), terms.config.run
+    terms = dataclasses.replace(terms, hbm_known=bool(made))
+    needs, run, hbm = needs_of(terms), terms.config.run, least_hbm_of(terms)
     slices = {n: slice_of(n, island) for n, island in config.islands.items()}
     tokens = {
         name: made[name].tokens_per_step
@@ -257,6 +266,8 @@ def plan_run(
             step_seconds=terms.step_seconds[name],
             expected_step_seconds=expected[name][0],
             expected_from=expected[name][1],
+            least_hbm_bytes=hbm[name][0] if hbm else None,
+            hbm_bytes=hbm[name][1] if hbm else None,
             exchange_seconds=made[name].exchange_seconds if made else 0.0,
             tokens_per_second=tokens[name] / terms.step_seconds[name],
             network=needs.networks[name],
@@ -272,7 +283,9 @@ def plan_run(
     refused = refusals(terms)
     return Plan(
         config=path,
-        fits=all(island.fits for island in made.values()) and not refused,
+        fits=None
+        if not (made or refused)
+        else all(island.fits for island in made.values()) and not refused,
         versions=dict(versions or {}),
         islands=islands,
         run=RunPlan(

@@ -54,6 +54,8 @@ class Terms:
     steps_known: bool = True
     """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
     depend on them."""
+    hbm_known: bool = False
+    """True: a compiler has told what islands take of it, and no check does."""
     measured: Measurements = NOTHING_MEASURED
     """Values that count before constants and published rates."""
 
@@ -131,8 +133,18 @@ class Terms:
         return min(by_size, self.machine.disk_bytes_per_s)
 
     def changed(self, change: Change) -> Terms:
-        """Return the terms with other values of fields of the config."""
-        return dataclasses.replace(self, config=self.config.replace(change))
+        """Return the terms with other values of fields of the config. Steps on other
+        slices take as much of their peak. Raises ConfigError: see `slice_of`."""
+        config = self.config.replace(change)
+        hosts, steps = dict(self.hosts), dict(self.step_seconds)
+        for name, island in config.islands.items():
+            before = self.config.islands[name]
+            if island.topology != before.topology:
+                found = slice_of(name, island)
+                hosts[name] = found.hosts
+                slower = slice_of(name, before).flops_per_s / found.flops_per_s
+                steps[name] = max(steps[name] * slower, island.step_seconds)
+        return dataclasses.replace(self, config=config, hosts=hosts, step_seconds=steps)
 
 
 def _or(measured: MeasuredValue | None, otherwise: float) -> float:

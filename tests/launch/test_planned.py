@@ -82,6 +82,14 @@ def test_what_is_too_small_is_refused_unless_somebody_says_so(
     assert cloud.calls
 
 
+def test_a_slice_whose_hbm_cannot_hold_the_model_is_refused(config: Config) -> None:
+    one = {"topology": "v6e:1x1", "mesh_data": 1, "mesh_fsdp": 1}
+    alone = mixed(config).replace({f"islands.v6e.{f}": v for f, v in one.items()})
+    said = r"239 GB of each device's HBM.*v6e:1x1 has 33\.6 GB.*'v6e:2x4'.*--unplanned"
+    with pytest.raises(ConfigError, match=said):
+        require_planned(alone)
+
+
 def test_a_disk_is_not_judged_by_a_step_that_nobody_knows(config: Config) -> None:
     """Reports of a long run would fill it, if steps were as slow as those here."""
     enough = mixed(config, coordinator_disk_gb=500)

@@ -2,23 +2,27 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import re
 
+import msgspec
 import pytest
-from plan_support import ROOT, shipped
+from plan_support import GB, ROOT, shipped
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.placement import region_of
-from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
+from diloco_jax.hardware.machines import Measurements, disk_bytes_per_s, machine_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.advice import mended
-from diloco_jax.planning.checks import needs_of, refusals
+from diloco_jax.planning.checks import least_hbm_of, needs_of, refusals
+from diloco_jax.planning.compiling import open_fragments
 from diloco_jax.planning.options import (
     Assumptions,
     PlanOptions,
 )
+from diloco_jax.planning.plan import fragments_of
 from diloco_jax.simulation.bandwidth import BandwidthConfig
 from diloco_jax.simulation.fleet import ExchangeTerms, FailureModel
 
@@ -36,7 +40,18 @@ def test_the_reference_cases_pass_every_check_on_slow_links(name):
     assert refusals(shipped(name, 2.0)) == []
 
 
+ONE_CHIP = {
+    "islands.v6e.topology": "v6e:1x1",
+    "islands.v6e.mesh_data": 1,
+    "islands.v6e.mesh_fsdp": 1,
+}
 REFUSED = [
+    (
+        "HBM",
+        ONE_CHIP,
+        5.0,
+        "without gradients and activations, and v6e:1x1 has 33.6 GB (mesh_fsdp = 1",
+    ),
     ("link", {}, 0.9, "must carry 1.05 Gbit/s on average and has 0.9"),
     ("join", {"placement.time_budget_s": 10.0}, 0.05, "wait for it for 3825 s"),
     (
@@ -99,7 +114,16 @@ REFUSED = [
 
 def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert [check.name for check in checks._checks(mixed)] == [
-        *("link", "egress", "join", "memory", "merge buffer", "cores", "merging"),
+        *(
+            "HBM",
+            "link",
+            "egress",
+            "join",
+            "memory",
+            "merge buffer",
+            "cores",
+            "merging",
+        ),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     refusing = {c.name for c in checks._checks(mixed) if not c.waits}
@@ -275,6 +299,81 @@ def test_unknown_machines_are_refused_with_the_known_ones():
         machine_of("n9-huge")
 
 
+# ---- memory of the chips ----------------------------------------------------------
+
+
+def hbm(terms):
+    """What the plan says of HBM; None if nothing."""
+    return next((r for r in refusals(terms) if r.check == "HBM"), None)
+
+
+def test_what_rests_in_hbm_counts_by_hand(mixed):
+    """f32: parameters, two moments, anchors, residuals; and what takes under way hold.
+    Vectors lie whole everywhere, and are few."""
+    total, alone = mixed.fragments.total, mixed.changed(ONE_CHIP)
+    sync, largest = mixed.run.sync, max(mixed.fragments.sizes)
+    takes = largest * open_fragments(sync)
+    feedback = sync.error_feedback
+    held = 4 * (total + takes) * (1 + feedback)
+    for terms, devices in ((alone, 1), (mixed, 64)):
+        least, has = least_hbm_of(terms)["v6e"]
+        assert least == pytest.approx((12 * total + held) / devices, rel=2e-3)
+        assert has == int(31.25 * 2**30)
+        host = terms.changed({"islands.v6e.anchor_memory": "pinned_host"})
+        assert least_hbm_of(host)["v6e"][0] == pytest.approx(
+            12 * total / devices, rel=2e-3
+        )
+
+
+def test_more_fsdp_or_anchors_in_host_memory_or_a_larger_slice_are_proposed(mixed):
+    copies = {"mesh_data": 64, "mesh_fsdp": 4}
+    apart = mixed.changed({f"islands.v6e.{f}": v for f, v in copies.items()})
+    assert hbm(apart).change == {
+        "islands.v6e.mesh_data": 1,
+        "islands.v6e.mesh_fsdp": 256,
+    }
+    four = {"topology": "v6e:2x2", "mesh_data": 1, "mesh_fsdp": 4}
+    small = mixed.changed({f"islands.v6e.{f}": v for f, v in four.items()})
+    assert hbm(small).change == {
+        "islands.v6e.topology": "v6e:2x4",
+        "islands.v6e.mesh_fsdp": 8,
+    }
+    has = {"v6e": {"value": 50 * GB, "origin": "measured"}}
+    measured = msgspec.convert({"device_memory_bytes": has}, Measurements)
+    more = dataclasses.replace(small, measured=measured)
+    assert hbm(more).change == {"islands.v6e.anchor_memory": "pinned_host"}
+
+
+def test_frozen_weights_count_in_the_dtype_in_which_they_rest(mixed):
+    island = {"islands.v6e.compute_dtype": "bfloat16", "model.weights": "hf:there"}
+    lora = mixed.changed(ONE_CHIP | island | {"model.lora_rank": 8})
+    lora = dataclasses.replace(lora, fragments=fragments_of(lora.config))
+    least, _ = least_hbm_of(lora)["v6e"]
+    assert least == pytest.approx(2 * mixed.fragments.total, rel=0.05)
+
+
+def test_of_a_model_of_ones_own_and_of_what_was_compiled_no_check_knows(mixed):
+    alone = mixed.changed(ONE_CHIP)
+    assert hbm(alone)
+    assert least_hbm_of(alone.changed({"model.factory": "mine.py:model"})) == {}
+    assert hbm(dataclasses.replace(alone, hbm_known=True)) is None
+
+
+def test_arithmetic_refuses_what_cannot_fit_and_does_not_say_that_the_rest_fits(capsys):
+    path = str(CONFIGS / "mixed_12b.py")
+    words = ["plan", path, "--arithmetic", "--json"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is None
+    assert found["islands"]["v6e"]["least_hbm_bytes"] < 4 * GB
+    alone = [f"--{field}={value}" for field, value in ONE_CHIP.items()]
+    assert cli.main([*words, *alone]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert [refusal["check"] for refusal in found["run"]["refusals"]] == ["HBM"]
+    assert found["run"]["mended"]["change"]["islands.v6e.topology"] == "v6e:2x4"
+
+
 # ---- without a compiler ----------------------------------------------------------
 
 
@@ -287,7 +386,9 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     assert "lacks traffic; add traffic=NUMBER" in capsys.readouterr().err
     assert cli.main([*command, f"{prices},traffic=0"]) == 0
     shown = capsys.readouterr().err
-    assert "arithmetic, nothing compiled, HBM not checked" in shown
+    assert (
+        "arithmetic, nothing compiled, HBM checked by what rests in it alone" in shown
+    )
     assert "price per hour: 1,539.00 (v5p 512.00, v6e 1,024.00, coordina" in shown
     assert "by your --price; without disks of islands, and discounts" in shown
     assert "expected: 36,936.00 per day" in shown

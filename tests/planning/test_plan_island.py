@@ -48,21 +48,24 @@ def test_each_chip_holds_its_share(feedback, on_host):
     shape = jax.ShapeDtypeStruct((6, 64, 8), np.float32, sharding=cut)
     half = jax.ShapeDtypeStruct((6, 64, 8), "bfloat16", sharding=cut)
     plan = plan_fragments({"w": shape}, {"w": ("layers", "embed", "mlp")}, 3)
-    kind = types.SimpleNamespace(piece=NamedSharding(mesh, PartitionSpec("fsdp")))
+    lies = dict.fromkeys(plan.pieces, NamedSharding(mesh, PartitionSpec("fsdp")))
     state = types.SimpleNamespace(
         params={"w": shape}, opt_state={"mu": half, "nu": shape}
     )
     sync = SyncConfig(
         steps_per_cycle=3, fragments=3, overlap_steps=1, error_feedback=feedback
     )
-    kinds = dict.fromkeys(plan.pieces, kind)
-    held = held_between_steps(plan, sync, state, kinds, in_host_memory=on_host)
+    held = held_between_steps(plan, sync, state, {}, lies, in_host_memory=on_host)
     share = 6 * 64 * 8 * 4 // 4
     assert (held.parameters, held.optimizer) == (share, share + share // 2)
     assert (held.anchors, held.residuals) == (share, share * feedback)
     assert held.watched == 0
+    frozen = held_between_steps(
+        plan, sync, state, {"base": half}, lies, in_host_memory=on_host
+    )
+    assert frozen.resting == held.resting + share // 2
     watched = held_between_steps(
-        plan, sync, state, kinds, in_host_memory=on_host, watched_dtype="bfloat16"
+        plan, sync, state, {}, lies, in_host_memory=on_host, watched_dtype="bfloat16"
     )
     assert watched.watched == share // 2
     assert watched.beside == held.beside + share // 2
@@ -71,7 +74,7 @@ def test_each_chip_holds_its_share(feedback, on_host):
     # The other four; nobody holds bases of pending deltas under other rules.
     assert held.late_takes == share * 2 // 3 * (1 + feedback)
     rebase = dataclasses.replace(sync, adopt="rebase")
-    other = held_between_steps(plan, rebase, state, kinds, in_host_memory=on_host)
+    other = held_between_steps(plan, rebase, state, {}, lies, in_host_memory=on_host)
     assert other.late_takes == share * 2 // 3 * feedback
     exchange = held.anchors + held.residuals + held.open_takes
     assert (held.beside, held.pinned_host) == (

@@ -172,7 +172,7 @@ def test_a_rule_that_nobody_measured_is_said_to_be_one(own, terms):
     plan = plan_run("x.py", config, terms.fragments, Assumptions())
     render(plan, console)
     assert "nobody measured this rule" in console.export_text()
-    assert plan.fits
+    assert plan.fits is None
     assert plan.run.coordinator.merges.known is False
     assert merging(terms.changed({"sync.merge": own})) == []
 

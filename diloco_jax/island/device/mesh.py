@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax import machine
 from diloco_jax.before_jax import HOST_DEVICES
@@ -285,8 +285,14 @@ def layout(mesh: Mesh) -> Layout:
     return Layout(mesh, IN_USE, functools.partial(param_spec, mesh.shape))
 
 
+def abstract_mesh(config: IslandConfig) -> AbstractMesh:
+    """Return the island's mesh without devices, for what follows from its sizes."""
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    return AbstractMesh(config.mesh, MESH_AXES, axis_types=types)
+
+
 def param_shardings(
-    mesh: Mesh, axes: dict[str, Any], shapes: dict[str, Any]
+    mesh: Mesh | AbstractMesh, axes: dict[str, Any], shapes: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a NamedSharding for every parameter.
 
@@ -351,7 +357,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, _partition(BATCH))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding that puts the whole array on every device."""
     return NamedSharding(mesh, _partition())
 

@@ -126,13 +126,10 @@ class PiecePrograms:
         memory: AnchorMemory,
     ) -> PiecePrograms:
         """Return the programs for a piece of this leaf, which need not have values."""
-        sharding = leaf.sharding
+        lies, grid = piece_sharding(piece, leaf), piece.grid.grid
+        cut, sharding = lies.spec, leaf.sharding
         assert isinstance(sharding, NamedSharding)
-        spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-        spec, mesh = spec[1:] if piece.layer >= 0 else spec, sharding.mesh.shape
-        # A band may not divide as the whole.
-        cut, grid = tile_spec(spec, mesh, piece.shape), piece.grid.grid
-        tiles = tile_spec(tuple(cut), mesh, grid)
+        tiles = tile_spec(tuple(cut), sharding.mesh.shape, grid)
         return cls(
             leaf=sharding,
             leaf_shape=leaf.shape,
@@ -430,6 +427,19 @@ class PiecePrograms:
 
         new = self._each(adopt)(local, base, anchor)
         return self._written(leaf, index, barrier(new))
+
+
+def piece_sharding(
+    piece: Piece, leaf: jax.Array | jax.ShapeDtypeStruct
+) -> NamedSharding:
+    """Return how a piece of this leaf lies, f32[piece.shape]: as the parameter is cut,
+    whatever memory it is in. The mesh needs no devices."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+    # A band may not divide as the whole.
+    cut = tile_spec(spec[piece.layer >= 0 :], sharding.mesh.shape, piece.shape)
+    return NamedSharding(sharding.mesh, cut)
 
 
 def barrier(x: jax.Array) -> jax.Array:

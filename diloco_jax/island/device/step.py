@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.config import check_batch
@@ -73,6 +73,22 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
+def abstract_state(
+    model: Model, inner: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> tuple[TrainState, Params]:
+    """Return shapes, dtypes and shardings of the state, and of the frozen parameters
+    ({} if there are none). The mesh needs no devices."""
+    shapes, frozen = model.shapes(), model.frozen or Frozen({}, {})
+    lies = param_shardings(mesh, model.axes, shapes)
+    moments = jax.eval_shape(inner.init, shapes)
+    state = TrainState(
+        _laid(shapes, lies),
+        _laid(moments, shardings_like_params(moments, shapes, lies, replicated(mesh))),
+    )
+    rest = param_shardings(mesh, frozen.axes, frozen.shapes)
+    return state, _laid(frozen.shapes, rest)
+
+
 class Trainer:
     """A model, its inner optimizer and a mesh, as compiled functions."""
 
@@ -106,22 +122,17 @@ class Trainer:
         self.inner = inner
         self._accumulation = island.accumulation
         self._sources = sources if "source_number" in self.fields else 0
-        self._frozen_lies = param_shardings(
-            mesh, self._frozen_source.axes, self._frozen_source.shapes
-        )
-        shapes = model.shapes()
+        self._abstract, self._frozen = abstract_state(model, inner, mesh)
+        self._lies = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        self.shardings = self._lies.params
+        shapes = self._abstract.params
         self._use_metrics = {
             name: shape
             for path, shape in use_shapes(model.uses, model.axes, shapes).items()
             if isinstance(name := model.uses[path].counted, str)
         }
         whole = replicated(mesh)
-        self.shardings = param_shardings(mesh, model.axes, shapes)
-        opt_shapes = jax.eval_shape(inner.init, shapes)
-        opt_shardings = shardings_like_params(opt_shapes, shapes, self.shardings, whole)
-        self._shapes = TrainState(shapes, opt_shapes)
-        self._lies = TrainState(self.shardings, opt_shardings)
-        self._init_inner = jax.jit(inner.init, out_shardings=opt_shardings)
+        self._init_inner = jax.jit(inner.init, out_shardings=self._lies.opt_state)
         self._step = jax.jit(
             self.update, donate_argnums=0, out_shardings=(self._lies, whole)
         )
@@ -158,11 +169,10 @@ class Trainer:
         """
         source = self._frozen_source
         source.require(self._frozen_digest)
-        like, structure = jax.tree.flatten(source.shapes)
-        lies = jax.tree.leaves(self._frozen_lies)
+        like, structure = jax.tree.flatten(self._frozen)
         placed = [
-            place(np.asarray(leaf).astype(shape.dtype, copy=False), sharding)
-            for leaf, shape, sharding in zip(source.leaves(), like, lies, strict=True)
+            place(np.asarray(leaf).astype(own.dtype, copy=False), own.sharding)
+            for leaf, own in zip(source.leaves(), like, strict=True)
         ]
         made: Params = jax.tree.unflatten(structure, placed)
         return made
@@ -191,9 +201,8 @@ class Trainer:
         """Return parameters of zeros, cut by `shardings`; no device or host has all of
         them."""
         made: Params = jax.tree.map(
-            lambda shape, sharding: zeros(shape.shape, np.float32, sharding),
-            self._shapes.params,
-            self.shardings,
+            lambda own: zeros(own.shape, np.float32, own.sharding),
+            self._abstract.params,
         )
         return made
 
@@ -231,8 +240,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the state."""
-        state: TrainState = _laid(self._shapes, self._lies)
-        return state
+        return self._abstract
 
     def lower(self, sequence_length: int, beside_bytes: int = 0) -> jax.stages.Lowered:
         """Lower the step without arrays, to be compiled for devices that this machine
@@ -245,7 +253,7 @@ class Trainer:
         """
         batch = self._abstract_batch(self.fields, sequence_length)
         state, rate = self.abstract_state(), np.float32(0)
-        frozen = _laid(self._frozen_source.shapes, self._frozen_lies)
+        frozen = self._frozen
         with jax.set_mesh(self.mesh):
             if not beside_bytes:
                 return self._step.lower(state, batch, rate, frozen)
@@ -274,9 +282,7 @@ class Trainer:
         fields = {**self.fields, "weights": WEIGHTS}
         batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
-            return self._eval.lower(
-                params, batch, _laid(self._frozen_source.shapes, self._frozen_lies)
-            )
+            return self._eval.lower(params, batch, self._frozen)
 
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)
