@@ -37,6 +37,7 @@ from diloco_jax.faults import COORDINATOR
 from diloco_jax.files import absolute, is_bucket, write_json, write_text
 from diloco_jax.hardware.machines import (
     NOTHING_MEASURED,
+    PROCESS_S,
     Measurements,
     read_measurements,
 )
@@ -100,11 +101,13 @@ def run(
     """
     require_worth(config.run)
     config = resolve_open(config)
-    limit_s, costs = _stop_loss(config, options)
+    limit_s, costs, price_per_s = _stop_loss(config, options)
     assumed = NOTHING_MEASURED
     if options.measured:
         assumed = read_measurements(options.measured, config)
     plan = _planned(path, config, options, assumed)
+    if options.on and plan:
+        costs += f"; {_least(plan, options, limit_s, price_per_s)}"
     folder = f"runs/{Path(path).stem}-rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = Path(absolute(config.placement.workdir or folder))
     if (workdir / PAGE).exists() or (workdir / "run").exists():
@@ -205,8 +208,11 @@ def _tell(
 # ---- before it starts ----------------------------------------------------------------
 
 
-def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
-    """Return the seconds that it may take, and what it will cost, in words."""
+def _stop_loss(
+    config: Config, options: RehearseOptions
+) -> tuple[float, str, float | None]:
+    """Return the seconds that it may take, what it will cost, in words, and the price
+    of a second; None if nobody knows it."""
     check_bounds(options)
     if options.records and options.on:
         raise ConfigError(
@@ -230,18 +236,53 @@ def _stop_loss(config: Config, options: RehearseOptions) -> tuple[float, str]:
             f"the machines cost"
         )
     if options.records:
-        return limit_s, "records are read, nothing is started"
+        return limit_s, "records are read, nothing is started", None
     each_s = sum(per_hour.values()) / 3600
     if options.on and options.max_price and each_s:
         limit_s = min(limit_s, options.max_price / each_s)
     ends = f"it ends after {limit_s / 60:.3g} minutes"
     if options.on is None:
-        return limit_s, f"processes of this machine, nothing is paid; {ends}"
+        return limit_s, f"processes of this machine, nothing is paid; {ends}", None
     ends += "; what deletes machines then is awaited"
     if not per_hour:
-        return limit_s, f"price per hour: unknown, give --price; {ends}"
+        return limit_s, f"price per hour: unknown, give --price; {ends}", None
     most = f"at most {each_s * limit_s:.2f} by then"
-    return limit_s, f"{price_sentence(per_hour)}; {most}; {ends}"
+    return limit_s, f"{price_sentence(per_hour)}; {most}; {ends}", each_s
+
+
+def _least(
+    plan: Plan, options: RehearseOptions, limit_s: float, price_per_s: float | None
+) -> str:
+    """Return what the run's first start and the coordinator's restart take at least, in
+    words. Raises ConfigError if that is more than `limit_s`.
+
+    price_per_s: None if nobody knows it. Machines have to come, and nobody knows when.
+    """
+    first = plan.run.first_start
+    restart = plan.run.measured.restart_seconds
+    # The first fragments are merged by then; how long the log is, nobody knows.
+    needed_s = first.seconds + (restart.value if restart else PROCESS_S)
+    minutes, remedies = math.ceil(needed_s / 60), []
+    price = ", price unknown"
+    if price_per_s is not None:
+        # Rounded up, so that what is shown is enough.
+        least = math.ceil(100 * 60 * minutes * price_per_s) / 100
+        price = f", {least:.2f}"
+        if options.max_price and options.max_price < needed_s * price_per_s:
+            remedies.append(f"--max-price {least:.2f}")
+    if options.max_minutes < needed_s / 60:
+        remedies.append(f"--max-minutes {minutes}")
+    needs = f"needs at least {minutes} minutes{price}"
+    if remedies:
+        given = f"--max-minutes {options.max_minutes:g}"
+        if options.max_price:
+            given += f" and --max-price {options.max_price:g}"
+        raise ConfigError(
+            f"it ends after {limit_s / 60:.3g} minutes by {given}, and {needs}, for a "
+            f"restart of the coordinator and its {first.line}; give at least "
+            f"{' and '.join(remedies)}"
+        )
+    return needs
 
 
 def _planned(

@@ -125,6 +125,12 @@ class FirstStart:
     """Of the slowest island's host; None if nobody measured it."""
 
     @property
+    def seconds(self) -> float:
+        """Their sum; without the compilation if nobody measured it."""
+        known = (self.draw_seconds, self.write_seconds, self.fetch_seconds)
+        return sum(known) + (self.compile_seconds or 0.0)
+
+    @property
     def line(self) -> str:
         """A line for people."""
         compiling = "compile, for how long nobody measured"

@@ -28,6 +28,7 @@ from diloco_jax.launch.findings import NOT_TRIED, Comparison
 from diloco_jax.launch.rehearse import RehearseOptions
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.observability.tape import JsonLines, Tape
+from diloco_jax.planning.plan import FirstStart
 
 STEP_S, SECONDS, MB = 0.5, 20, 1e6
 NAMES = ("a", "b", "c")
@@ -213,6 +214,45 @@ def test_it_says_what_it_will_cost(config, given, limit_s, said):
     options = RehearseOptions(max_minutes=10.0, **given)
     assert rehearse._stop_loss(config, options)[0] == pytest.approx(limit_s)
     assert said in rehearse._stop_loss(config, options)[1]
+
+
+@pytest.mark.parametrize(
+    ("stops", "said"),
+    [
+        (
+            {"max_price": 6.0},  # 5 minutes of 72 an hour.
+            r"after 5 minutes by .*--max-price 6, and needs at least 21 minutes, "
+            r"25.20, .* 600 s .* give at least --max-price 25.20$",
+        ),
+        (
+            {"max_minutes": 20.0},
+            "after 20 minutes by .* give at least --max-minutes 21$",
+        ),
+        (
+            {"max_minutes": 20.0, "max_price": 6.0},
+            "give at least --max-price 25.20 and --max-minutes 21$",
+        ),
+    ],
+)
+def test_a_stop_loss_below_the_first_start_is_refused(
+    config, cloud, monkeypatch, stops, said
+):
+    """Drawn, written, fetched and compiled in 1215 s; the coordinator is back in 15."""
+    first = FirstStart(
+        draw_seconds=600.0, write_seconds=400.0, fetch_seconds=200.0, compile_seconds=15
+    )
+    back = Measurements(restart_seconds=MeasuredValue(value=15.0, origin="here"))
+    plan = SimpleNamespace(run=SimpleNamespace(first_start=first, measured=back))
+    monkeypatch.setattr(rehearse, "_planned", lambda *_: plan)
+    prices = {"on": "gke", "yes": True, "price": "v6e=3,v5p=3,coordinator=0"}
+    with pytest.raises(ConfigError, match=said):
+        rehearsed(config, RehearseOptions(**prices, **stops))
+    assert not cloud.calls
+    assert not Path(config.placement.workdir).exists()
+    enough = RehearseOptions(**prices, max_minutes=21.0, max_price=25.2)
+    limit_s, _, each_s = rehearse._stop_loss(config, enough)
+    needs = rehearse._least(plan, enough, limit_s, each_s)
+    assert needs == "needs at least 21 minutes, 25.20"
 
 
 def rehearsed(config, options) -> tuple[int, str]:
