@@ -21,7 +21,7 @@ from results_index import bounds_of, telling
 
 SMALLEST = 0.05
 """Place where anything below a twentieth of its limit is drawn."""
-WIDEST = 72
+WIDEST = 54
 """Characters of a line of a label; a longer one is wrapped."""
 LARGEST = 5.0
 """Place where anything above five times its limit is drawn."""
@@ -73,8 +73,7 @@ def make() -> Figure:
     say(
         axes,
         f"{held} of {total} measured bounds hold",
-        "share of the limit (logarithmic): all that do not hold (grey: of too few "
-        "runs), the tightest that do",
+        "share of the limit: all that do not hold (grey: too few runs), the tightest",
     )
     return figure
 
