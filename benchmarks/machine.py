@@ -44,7 +44,7 @@ def machine_facts() -> dict[str, str]:
         "command": f"`{shlex.join([*command, *without_paths(sys.argv[1:])])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
-        "machine": f"{cores} cores, {processor()}, {memory:.0f} GiB",
+        "machine": f"{cores} core{'s' * (cores != 1)}, {processor()}, {memory:.0f} GiB",
         "load": "{:.1f}, {:.1f} and {:.1f} over 1, 5 and 15 minutes, at the end".format(
             *os.getloadavg()
         ),

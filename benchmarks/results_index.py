@@ -9,6 +9,7 @@ Command: `python -m benchmarks.results_index`; it measures nothing.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,6 @@ import support
 
 FIGURE = support.RESULTS.parent / "figures" / "limits.py"
 INDEX, PERFORMANCE = "index.md", "performance.md"
-LONGEST = 60
-"""Characters of a bound's name in the figure."""
-IN_A_ROW = 66
-"""The same on the page, whose rows have a width."""
 TITLES = (
     "## What does not hold",
     "## Too few runs, whatever they show",
@@ -53,15 +50,9 @@ class Bound(NamedTuple):
     holds: bool
 
     @property
-    def short(self) -> str:
-        """Its name for the figure."""
-        return self.within(LONGEST)
-
-    def within(self, most: int) -> str:
-        """Return its name in at most so many characters: both ends tell rows apart."""
-        if len(self.what) <= most:
-            return self.what
-        return f"{self.what[: most // 2 - 2]} ... {self.what[3 - most // 2 :]}"
+    def too_few(self) -> bool:
+        """True if it cannot hold before there are more runs, whatever they show."""
+        return not self.holds and self.what.endswith(NEEDED)
 
 
 def main() -> int:
@@ -106,7 +97,7 @@ def row_of(page: Path) -> dict[str, Any]:
         "measures": title,
         "bounds hold": held if total else "",
         "date": facts.get("date", "").partition(" ")[0],
-        "machine": facts.get("machine", "").partition(", busy")[0],
+        "machine": machine_of(facts),
     }
 
 
@@ -117,7 +108,7 @@ def performance(raw: Path) -> str:
     for path in sorted(raw.glob("*.json")):
         for bound in telling(bounds_of(path)):
             row = {**row_of_bound(path, bound), "used": bound.used}
-            failed = too_few if bound.what.endswith(NEEDED) else broken
+            failed = too_few if bound.too_few else broken
             (tightest if bound.holds else failed).append(row)
     parts = [support.wrapped(INTRODUCTION.strip())]
     for title, rows in found.items():
@@ -133,15 +124,18 @@ def row_of_bound(path: Path, bound: Bound) -> dict[str, Any]:
     linked = path.with_suffix(".md").exists()
     return {
         "benchmark": f"[{name}](raw/{name}.md)" if linked else name,
-        "measure": bound.within(IN_A_ROW),
+        "measure": bound.what,
         "goal": bound.limit,
         "seen": bound.measured,
         "date": facts.get("date", "").partition(" ")[0],
-        "machine": facts.get("machine", "")
-        .partition(", busy")[0]
-        .split("(R)")[0]
-        .removesuffix(", 24 GiB"),
+        "machine": machine_of(facts).split("(R)")[0].removesuffix(", 24 GiB"),
     }
+
+
+def machine_of(facts: dict[str, Any]) -> str:
+    """Return the machine of raw results, without what kept it busy."""
+    machine: str = facts.get("machine", "").partition(", busy")[0]
+    return re.sub(r"^1 cores\b", "1 core", machine)
 
 
 def telling(bounds: list[Bound]) -> list[Bound]:

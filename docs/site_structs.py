@@ -43,6 +43,7 @@ EVERYWHERE = {
     "first_step_unix": "when it made its first step",
     "fit": "deltas in a row that were within bounds",
     "fragment": "number of the fragment; -1: none",
+    "fragment_parameters": "parameters by fragment",
     "fragments": "numbers of the fragments",
     "how": "what to do",
     "in_merges": "steps that merges have, by fragment",

@@ -5,6 +5,7 @@ The tape may still be being written.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import statistics
@@ -15,6 +16,7 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.failures import LostTokens
 from diloco_jax.observability.history import read_history
 from diloco_jax.observability.tape import read_lines, read_tape
 
@@ -44,7 +46,7 @@ class StrikeOutcome:
     """Until a merge that has the island, after the strike or its return; for the
     coordinator, until its first merge."""
     tokens_lost: int
-    """Tokens of the ended incarnation that no merge has, of its worst fragment."""
+    """Tokens of the ended incarnation that no merge has, as the ledger counts them."""
 
 
 def outcomes(workdir: Path, islands: Iterable[str]) -> list[StrikeOutcome]:
@@ -58,16 +60,21 @@ def outcomes(workdir: Path, islands: Iterable[str]) -> list[StrikeOutcome]:
 
 
 def measured(
-    struck: Sequence[Line], tape: Sequence[Line], islands: Sequence[str]
+    struck: Sequence[Line],
+    tape: Sequence[Line],
+    islands: Sequence[str],
+    before: LostTokens | None = None,
 ) -> list[StrikeOutcome]:
-    """Return the outcomes. struck: lines of `chaos.jsonl`, in order."""
+    """Return the outcomes. struck: lines of `chaos.jsonl`, in order. before: what the
+    lines before those of `tape` came to."""
     met: list[tuple[Line, str]] = []
     for strike in struck:
         names: list[str] = list(strike["who"])
         if strike["kind"] in OF_NETWORK and COORDINATOR in names:
             names = list(islands)  # It struck all links.
         met += [(strike, name) for name in names if name not in strike["missed"]]
-    found = []
+    found, lost = [], copy.deepcopy(before) or LostTokens()
+    lost_with = {id(line): lost.take(line) for line in tape}
     for strike, name in met:
         until = min(
             (
@@ -81,7 +88,7 @@ def measured(
         if name not in islands:
             found.append(_of_coordinator(strike, name, window))
         else:
-            found.append(_of_island(strike, name, window))
+            found.append(_of_island(strike, name, window, lost_with))
     return found
 
 
@@ -123,7 +130,10 @@ def write_plot(found: Sequence[StrikeOutcome], workdir: Path, path: Path) -> Non
     figure.savefig(path, dpi=100)
 
 
-def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:
+def _of_island(
+    strike: Line, name: str, window: Sequence[Line], lost_with: Mapping[int, int]
+) -> StrikeOutcome:
+    """Return the outcome for an island. lost_with: tokens by a line's `id`."""
     over = strike["time"] + strike["seconds"]
     killed = strike["kind"] == "kill"
     own = [r for r in window if r.get("island") == name]
@@ -143,8 +153,8 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome
         after = max(over, after)
         again = _first(window, lambda r: r["time"] > after and _has(r, name, back))
         ended = _first(own, lambda r: r["kind"] == "left" and r["time"] <= until)
-    lost_tokens = max(ended["lost_tokens_by_fragment"], default=0) if ended else 0
-    return _outcome(strike, name, _since(strike, lost), back, again, lost_tokens)
+    tokens = lost_with.get(id(ended), 0)
+    return _outcome(strike, name, _since(strike, lost), back, again, tokens)
 
 
 def _of_coordinator(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:

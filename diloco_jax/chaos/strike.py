@@ -21,6 +21,7 @@ from diloco_jax.chaos.relay import Relay
 from diloco_jax.chaos.schedule import OF_DISK, Strike
 from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.failures import LostTokens
 from diloco_jax.observability.tape import JsonLines, NewLines
 
 
@@ -35,6 +36,8 @@ class LiveReport:
         self._struck: list[measure.Line] = []
         self._tape: list[dict[str, Any]] = []
         """Lines since the first strike whose cost is not told yet."""
+        self._lost = LostTokens()
+        """Of the lines before them."""
         self._told: set[tuple[str, float]] = set()
 
     def struck(self, strike: measure.Line) -> None:
@@ -44,7 +47,7 @@ class LiveReport:
     def look(self) -> None:
         """Read what is new, and tell the costs that it shows."""
         self._tape += self._new
-        found = measure.measured(self._struck, self._tape, self._islands)
+        found = measure.measured(self._struck, self._tape, self._islands, self._lost)
         for number, outcome in enumerate(found):
             if (outcome.who, outcome.time) in self._told:
                 continue
@@ -64,6 +67,9 @@ class LiveReport:
         open_now = [o.time for o in found if (o.who, o.time) not in self._told]
         since = min(open_now, default=math.inf)
         self._struck = [s for s in self._struck if s["time"] >= since]
+        for line in self._tape:
+            if line["time"] < since:
+                self._lost.take(line)
         self._tape = [r for r in self._tape if r["time"] >= since]
         self._told = {key for key in self._told if key[1] >= since}
 

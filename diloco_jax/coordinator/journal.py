@@ -259,6 +259,8 @@ class Begun(records.Written, frozen=True, kw_only=True):
     """Island that gave the first parameters; empty: they were drawn, or read."""
     parameters_digest: str = ""
     """Digest of those that an island gave."""
+    fragment_parameters: tuple[int, ...] = ()
+    """Parameters by fragment."""
 
 
 class Recovered(records.Written, frozen=True, kw_only=True):
@@ -313,6 +315,8 @@ class Term(records.Written, frozen=True, kw_only=True):
     environment: Environment
     since: float = 0.0
     """Unix time of the last line of the life before; 0 if its tape is lost."""
+    fragment_parameters: tuple[int, ...] = ()
+    """Parameters by fragment."""
 
 
 class Hello(records.Written, frozen=True, kw_only=True):

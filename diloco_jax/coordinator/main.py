@@ -403,6 +403,7 @@ class Coordinator:
             parameters_digest=origin.digest_of(found),
             environment=self._environment(),
             since=self._tape.went_on,
+            fragment_parameters=self._plan.sizes,
         )
         self._tape.append(durable.dated(begins))
         logger.warning(
@@ -438,6 +439,7 @@ class Coordinator:
             environment=environment,
             first_from=giver,
             parameters_digest=origin.digest_of(found) if found else "",
+            fragment_parameters=self._plan.sizes,
         )
         self._tape.append(durable.dated(begun))
 

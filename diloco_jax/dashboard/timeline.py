@@ -1,8 +1,9 @@
 """A run over time, out of the lines of its tape and its metrics, in bounded memory.
 
-Times are the coordinator's, in unix seconds. Tokens of deltas count once for each
-fragment; divided by the number of fragments they compare with tokens of steps. Numbers
-are summed in a grid by bins of time, for any width of screen.
+Times are the coordinator's, in unix seconds. Merged tokens count once for each
+fragment; divided by the number of fragments they compare with tokens of steps. Lost
+ones are those of the summary. Numbers are summed in a grid by bins of time, for any
+width of screen.
 
 Shapes: `F` fields, `R` rows (the coordinator and the islands), `B` bins, `C` columns.
 """
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.hardware.tpus import peak_flops_per_s
-from diloco_jax.observability.failures import Failures
+from diloco_jax.observability.failures import Failures, LostTokens
 from diloco_jax.observability.tape import Repeats
 
 BINS = 4096
@@ -179,8 +180,11 @@ TEXTS = {
 """Sentences for lines of the tape, by their kinds."""
 
 
-def text_of(line: Mapping[str, Any]) -> str:
-    """Return what a line of the tape says; for an unknown kind, its fields."""
+def text_of(line: Mapping[str, Any], lost: int) -> str:
+    """Return what a line of the tape says; for an unknown kind, its fields.
+
+    lost: tokens that are lost with it.
+    """
     if line["kind"] not in TEXTS:
         shown = {k: v for k, v in line.items() if k not in ("kind", "time", "prev")}
         return ", ".join(f"{name} {value}" for name, value in shown.items())
@@ -189,10 +193,8 @@ def text_of(line: Mapping[str, Any]) -> str:
         case "hello":
             told["device"] = line["environment"].get("device_kind", "")
         case "left":
-            of_fragments = line["lost_tokens_by_fragment"]
-            lost = sum(of_fragments) / max(1, len(of_fragments))
             told["said"] = f" ({line['said']})" if line["said"] else ""
-            told["cost"] = f"{lost:,.0f} tokens are lost" if lost else "nothing is lost"
+            told["cost"] = f"{lost:,} tokens are lost" if lost else "nothing is lost"
     return TEXTS[line["kind"]].format(**told)
 
 
@@ -299,9 +301,10 @@ class Timeline:
         self.alerts: deque[tuple[float, str]] = deque(maxlen=ALERTS_KEPT)
         self.merged_losses: deque[tuple[float, int, float]] = deque(maxlen=POINTS_KEPT)
         """(time, cycle, loss) of the merged model."""
-        self.lost: deque[tuple[float, str, float]] = deque(maxlen=POINTS_KEPT)
+        self.lost: deque[tuple[float, str, int]] = deque(maxlen=POINTS_KEPT)
         """(time, reason, tokens) of incarnations that ended with open steps."""
         self.failures = Failures()
+        self._lost = LostTokens()
         self.newest = 0.0
         """Time of the newest line."""
         self._newest_merge: dict[int, dict[str, Any]] = {}
@@ -324,6 +327,7 @@ class Timeline:
         kind, time = line["kind"], line["time"]
         self._clock(time)
         self.failures.tape(line)
+        lost = self._lost.take(line)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)
@@ -346,7 +350,7 @@ class Timeline:
                 if lane.state == "absent":
                     self._state(lane, "training", time)
             case "left":
-                self._left(line, time)
+                self._left(line, time, lost)
             case "quarantined" | "released":
                 state = "quarantined" if kind == "quarantined" else "training"
                 self._state(self._lane(line["island"]), state, time)
@@ -356,7 +360,7 @@ class Timeline:
             case "alert":
                 self.alerts.append((time, line["text"]))
         if kind not in ROUTINE:
-            self.event(time, kind, str(line.get("island", "")), text_of(line))
+            self.event(time, kind, str(line.get("island", "")), text_of(line, lost))
 
     def event(self, time: float, kind: str, island: str, text: str) -> None:
         """Note something that people look for."""
@@ -375,9 +379,9 @@ class Timeline:
             self._nothing_out(lane, time)
         lane.tokens_per_step = line["tokens_per_step"]
 
-    def _left(self, line: Mapping[str, Any], time: float) -> None:
+    def _left(self, line: Mapping[str, Any], time: float, lost: int) -> None:
         lane = self._lane(line["island"])
-        if lost := sum(line["lost_tokens_by_fragment"]):
+        if lost:
             self.lost.append((time, line["reason"], lost))
             self.grid.add("lost_tokens", lane.row, time, lost)
         if lane.incarnation == line["incarnation"]:

@@ -155,8 +155,7 @@ def _lanes(
             "out": _levels(out[n] / width),
             "marks": _levels(np.minimum(marks[n], 1.0)),
             "away_s": round(away.get(lane.name, 0.0), 1),
-            # A part of a token is in flight, as in the summary.
-            "lost_tokens": int(sums["lost_tokens"][lane.row] / timeline.fragments),
+            "lost_tokens": round(sums["lost_tokens"][lane.row]),
             "merged_tokens": round(
                 sums["merged_tokens"][lane.row] / timeline.fragments
             ),
@@ -324,7 +323,7 @@ def _where_it_went(
     provisioned = present - np.maximum(0.0, compiling)
     stalled, computed = np.minimum(of["stalled_seconds"], provisioned), of["tokens"]
     merged = of["merged_tokens"] / timeline.fragments
-    lost = of["lost_tokens"] / timeline.fragments
+    lost = of["lost_tokens"]
     parts = {
         "merged": merged,
         "lost": lost,
@@ -340,11 +339,10 @@ def _where_it_went(
         rest = (1.0 - goodput) / (1.0 - shares["merged"])
         shares = {name: share * rest for name, share in shares.items()}
         shares["merged"] = goodput
-    reasons: dict[str, float] = {}
+    reasons: dict[str, int] = {}
     for time, reason, tokens in timeline.lost:
         if window.start <= time < window.stop:
-            share = int(tokens / timeline.fragments)
-            reasons[reason] = reasons.get(reason, 0.0) + share
+            reasons[reason] = reasons.get(reason, 0) + tokens
     return {"parts": shares, "lost": reasons}
 
 

@@ -22,6 +22,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import lines_after
+from diloco_jax.protocol.coordinator.ledger import by_size
 
 KEPT = 1_000
 ENDS = {
@@ -98,6 +99,31 @@ class SeenIsland(msgspec.Struct, kw_only=True):
     """Length of all its outages that are over."""
 
 
+class LostTokens(msgspec.Struct, kw_only=True):
+    """Tokens that ended incarnations lost, as the ledger counts them: by the fragments'
+    parameters, and floored once for each island and reason."""
+
+    fragment_parameters: tuple[int, ...] = ()
+    """Of the run; empty: its tape does not tell, and all fragments count alike."""
+    booked: dict[str, dict[str, int]] = {}
+    """By island and reason, times parameters."""
+
+    def take(self, line: Mapping[str, Any]) -> int:
+        """Return the tokens that are lost with a line of the tape. All of them add up
+        to the summary's number."""
+        if line["kind"] in ("begun", "term"):
+            self.fragment_parameters = tuple(line.get("fragment_parameters", ()))
+            self.booked = {}
+        if line["kind"] != "left":
+            return 0
+        tokens, reason = line["lost_tokens_by_fragment"], line["reason"]
+        sizes = self.fragment_parameters or (1,) * len(tokens)
+        of_island = self.booked.setdefault(line["island"], {})
+        before = of_island.get(reason, 0)
+        of_island[reason] = before + by_size(sizes, tokens)
+        return of_island[reason] // sum(sizes) - before // sum(sizes)
+
+
 class KeptFailures(msgspec.Struct, kw_only=True):
     """What a coordinator's next life must know."""
 
@@ -105,6 +131,7 @@ class KeptFailures(msgspec.Struct, kw_only=True):
     islands: dict[str, SeenIsland] = {}
     newest: float = 0.0
     """Time of the newest line in it."""
+    lost: LostTokens = msgspec.field(default_factory=LostTokens)
 
 
 class Failures:
@@ -177,6 +204,7 @@ class Failures:
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape."""
         self.kept.newest = time = line["time"]
+        lost_tokens = self.kept.lost.take(line)
         match line["kind"]:
             case "joined":
                 self._joined(line, time)
@@ -185,7 +213,7 @@ class Failures:
             case "resumed":
                 self._resumed(line["island"], time)
             case "left":
-                self._left(line, time)
+                self._left(line, time, lost_tokens)
             case "quarantined":
                 failure = self._begin(line["island"], time, "")
                 failure.why = (
@@ -247,7 +275,7 @@ class Failures:
         """Return when an island was last heard."""
         return min(self._of(name).heard or time, time)
 
-    def _left(self, line: Mapping[str, Any], time: float) -> None:
+    def _left(self, line: Mapping[str, Any], time: float, lost_tokens: int) -> None:
         """Note the end of an incarnation, with what it cost."""
         name, incarnation, reason = line["island"], line["incarnation"], line["reason"]
         known, failure = self._of(name), self._open(name)
@@ -262,8 +290,7 @@ class Failures:
             # Its successor may say hello before anybody has noticed.
             failure = self._begin(name, self._heard(name, time), "")
             failure.incarnation = incarnation
-        of_fragments = line["lost_tokens_by_fragment"]
-        failure.lost_tokens += sum(of_fragments) // max(1, len(of_fragments))
+        failure.lost_tokens += lost_tokens
         failure.replaced = True
         said = f": {line['said']}" if line["said"] else ""
         failure.why = ENDS.get(reason, failure.why) + said

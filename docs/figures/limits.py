@@ -9,6 +9,7 @@ It reads the raw files there; docs/results/raw/index.md has the list of all.
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 from drawing import BLUE, GREY, INK, ORANGE, RAW, draw, paper, say
@@ -20,6 +21,8 @@ from results_index import bounds_of, telling
 
 SMALLEST = 0.05
 """Place where anything below a twentieth of its limit is drawn."""
+WIDEST = 54
+"""Characters of a line of a label; a longer one is wrapped."""
 LARGEST = 5.0
 """Place where anything above five times its limit is drawn."""
 
@@ -33,7 +36,12 @@ def make() -> Figure:
     told = {name: telling(bounds) for name, bounds in every.items()}
     groups = [(name, bounds) for name, bounds in told.items() if bounds]
     groups.sort(key=lambda group: group[1][0].holds)
-    lines = sum(len(bounds) + 1 for _, bounds in groups)
+    wrapped = {
+        bound: textwrap.wrap(f"{bound.what}: {bound.measured} ({bound.limit})", WIDEST)
+        for _, bounds in groups
+        for bound in bounds
+    }
+    lines = len(groups) + sum(map(len, wrapped.values()))
     figure, (axes,) = paper(10, 1.2 + 0.19 * lines)
     ticks: list[float] = []
     labels: list[str] = []
@@ -44,12 +52,14 @@ def make() -> Figure:
         place += 1
         for bound in bounds:
             used = min(max(bound.used, SMALLEST), LARGEST)
-            colour = BLUE if bound.holds else ORANGE
-            axes.plot([used, 1.0], [-place] * 2, color=GREY, lw=0.8, zorder=1)
-            axes.plot(used, -place, "o" if bound.holds else "D", color=colour, ms=5)
-            ticks.append(-place)
-            labels.append(f"{bound.short}: {bound.measured} ({bound.limit})")
-            place += 1
+            colour = BLUE if bound.holds else GREY if bound.too_few else ORANGE
+            mark = "D" if colour == ORANGE else "o"
+            middle = -place - (len(wrapped[bound]) - 1) / 2
+            axes.plot([used, 1.0], [middle] * 2, color=GREY, lw=0.8, zorder=1)
+            axes.plot(used, middle, mark, color=colour, ms=5)
+            ticks.append(middle)
+            labels.append("\n".join(wrapped[bound]))
+            place += len(wrapped[bound])
     axes.axvline(1.0, color=INK, lw=1)
     axes.set_yticks(ticks, labels, color=INK, fontsize=7.5)
     for label in axes.get_yticklabels():
@@ -63,7 +73,7 @@ def make() -> Figure:
     say(
         axes,
         f"{held} of {total} measured bounds hold",
-        "share of the limit (logarithmic): all that do not hold, the tightest that do",
+        "share of the limit: all that do not hold (grey: too few runs), the tightest",
     )
     return figure
 

@@ -33,10 +33,11 @@ def merged(time, *parts):
 
 
 KILLED = [
+    note(0.0, "begun", fragment_parameters=[1, 10]),
     merged(9.0, ("a", 1), ("b", 1)),
     note(10.5, "absent", "a"),
     merged(10.7, ("a", 1), ("b", 1)),  # A delta that the old life had left behind.
-    note(13.0, "left", "a", lost_tokens_by_fragment=[7, 40]),
+    note(13.0, "left", "a", reason="died", lost_tokens_by_fragment=[7, 40]),
     note(13.0, "joined", "a", 2),
     merged(14.0, ("a", 1), ("b", 1)),
     merged(15.0, ("b", 1)),
@@ -45,16 +46,18 @@ KILLED = [
 
 
 KILL, DEAD = strike(10.0, "a", "kill"), strike(20.0, "coordinator", "kill")
-LEFT_AT_THE_END = note(50.0, "left", "a", lost_tokens_by_fragment=[9])
+LEFT_AT_THE_END = note(
+    50.0, "left", "a", reason="finished", lost_tokens_by_fragment=[9]
+)
 
 
 @pytest.mark.parametrize(
     ("strikes", "tape", "detected_s", "back_s", "merged_s", "lost"),
     [
-        pytest.param([KILL], KILLED, 0.5, 3.0, 6.0, 40, id="killed"),
+        pytest.param([KILL], KILLED, 0.5, 3.0, 6.0, 37, id="killed"),
         pytest.param(
             *([KILL], [r for r in KILLED if r["kind"] != "joined"]),
-            *(0.5, None, None, 40),
+            *(0.5, None, None, 37),
             id="killed, and not back",
         ),
         pytest.param(
@@ -149,7 +152,7 @@ def test_rows_say_what_is_missing():
     strikes = [strike(10.0, "a", "kill"), strike(20.0, "a", "kill")]
     _, row = measure.rows(measure.measured(strikes, KILLED, ["a"]))
     assert row[:3] == ("kill", "a", "2")
-    assert row[4:] == ("3.0 (worst 3.0, 1 not)", "6.0 (worst 6.0, 1 not)", "40")
+    assert row[4:] == ("3.0 (worst 3.0, 1 not)", "6.0 (worst 6.0, 1 not)", "37")
 
 
 def test_files_of_a_run_and_its_plot(tmp_path):
@@ -201,7 +204,7 @@ def test_a_strike_is_told_once_and_when_its_cost_is_known(live):
         report.look()
     assert said == [
         "a after kill: noticed after 0.5 s, back after 3.0 s, merged again after "
-        "6.0 s, 40 tokens lost"
+        "6.0 s, 37 tokens lost"
     ]
     assert not report._tape, "nothing grows"
     assert not report._struck

@@ -75,6 +75,9 @@ class MadeRun:
     tick_s: int = 2
     coordinator_away: tuple[int, int] = (0, 0)
     """From when and until when, in seconds."""
+    fragment_parameters: tuple[int, ...] = ()
+    lost_by_fragment: tuple[int, ...] = (2 * TOKENS_PER_STEP,) * FRAGMENTS
+    """Tokens that each outage costs."""
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -101,7 +104,8 @@ class Writing:
 
     def lines(self) -> Iterator[Line]:
         total = self.run.seconds * self.run.islands * TOKENS_PER_STEP
-        yield self.tape(made(journal.Begun, total_tokens=total), 0.0)
+        facts = {"fragment_parameters": self.run.fragment_parameters}
+        yield self.tape(made(journal.Begun, total_tokens=total, **facts), 0.0)
         for name in self.run.names:
             yield from self.join(name, 0.0)
         gone, back = self.run.coordinator_away
@@ -147,7 +151,7 @@ class Writing:
             if second == outage.at_s:
                 yield self.tape(records.Absent(why="disconnected", **common), second)
             if second == outage.at_s + outage.seconds:
-                lost = (2 * TOKENS_PER_STEP,) * FRAGMENTS
+                lost = self.run.lost_by_fragment
                 facts = {"steps": second, "lost_tokens_by_fragment": lost, **common}
                 left = made(records.Left, reason="died", **facts)
                 yield self.tape(left, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import one_truth
 import pytest
-from made_runs import BEGIN, MadeRun, Outage, write_run
+from made_runs import BEGIN, FRAGMENTS, MadeRun, Outage, write_run
 from test_timeline import Told, recovered
 
 from diloco_jax import run_files
@@ -155,8 +155,11 @@ def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):
         outages=(
             Outage(island=1, at_s=60, seconds=9),
             Outage(island=2, at_s=90, seconds=5),
+            Outage(island=2, at_s=166, seconds=5),
         ),
         coordinator_away=(140, 160),
+        fragment_parameters=(1, 2) * (FRAGMENTS // 2),
+        lost_by_fragment=(4096, 1152) * (FRAGMENTS // 2),
     )
     workdir = write_run(run, tmp_path / "run")
     chained(workdir)
@@ -175,15 +178,21 @@ def test_every_page_and_table_tells_the_same_of_a_run(tmp_path):
     for file in files.values():
         file.close()
     names = run.names
-    islands = {n: {"away_seconds": roster.failures.away_seconds(n, 0.0)} for n in names}
+    islands = {
+        name: {
+            "away_seconds": roster.failures.away_seconds(name, 0.0),
+            "tokens_lost": {"died": outages * (4096 + 2 * 1152) // 3},
+        }
+        for name, outages in zip(names, (0, 1, 2), strict=True)
+    }
     told = {"failures": [one.told(BEGIN) for one in roster.failures]}
     summary = {**read_summary(workdir), **told, "islands": islands}
     write_json(summary, workdir / run_files.SUMMARY)
     lengths = one_truth.check(workdir)
     assert lengths["coordinator"] == [20.0]
     # From the connection's end to the first step: starting and compiling are in it.
-    for name, seconds in ((names[1], 9), (names[2], 5)):
-        assert lengths[name] == [pytest.approx(seconds + 20, abs=0.3)]
+    for name, seconds in ((names[1], [9]), (names[2], [5, 5])):
+        assert lengths[name] == pytest.approx([s + 20 for s in seconds], abs=0.3)
 
 
 def chained(workdir) -> None:

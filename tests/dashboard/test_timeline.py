@@ -114,7 +114,7 @@ def test_an_island_that_died_is_away_until_it_comes_again(told):
     told.metrics(25.0, 1)
     told.metrics(30.0, 2)
     assert told.seconds(0, 30) == {"joining": 6, "training": 14, "absent": 10}
-    assert [lost[1:] for lost in told.timeline.lost] == [("died", 400)]
+    assert [lost[1:] for lost in told.timeline.lost] == [("died", 200)]
 
 
 def test_an_island_that_trained_on_without_the_coordinator_was_not_away(told):

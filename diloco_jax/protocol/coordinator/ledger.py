@@ -171,15 +171,15 @@ def open_account(fragment: Fragment, island: Island, *, carrying: bool) -> Fragm
 def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
     """Return one island's tokens over all its incarnations."""
     accounts = [fragment.accounts[name] for fragment in state.fragments]
-    lost = Counter[str]()
-    for account, size in zip(accounts, config.fragment_sizes, strict=True):
-        for reason, tokens in account.lost_tokens.items():
-            lost[reason] += size * tokens
-    floored = {reason: value // config.parameters for reason, value in lost.items()}
+    reasons = dict.fromkeys(reason for a in accounts for reason in a.lost_tokens)
+    lost = {
+        reason: _weighted(config, [a.lost_tokens.get(reason, 0) for a in accounts])
+        for reason in reasons
+    }
     return Totals(
         computed=state.islands[name].computed_tokens,
         merged=_weighted(config, [a.merged_tokens for a in accounts]),
-        lost={reason: tokens for reason, tokens in floored.items() if tokens},
+        lost={reason: tokens for reason, tokens in lost.items() if tokens},
         carried=_weighted(config, [a.carried_tokens for a in accounts]),
         merges_in=sum(account.merges_in for account in accounts),
         merges_alive=sum(account.merges_alive for account in accounts),
@@ -188,9 +188,14 @@ def island_totals(config: PolicyConfig, state: State, name: str) -> Totals:
 
 def _weighted(config: PolicyConfig, tokens: Sequence[int]) -> int:
     """Return the mean of tokens by fragment, weighted by parameters and floored."""
-    sizes = config.fragment_sizes
-    weighted = (size * each for size, each in zip(sizes, tokens, strict=True))
-    return sum(weighted) // config.parameters
+    return by_size(config.fragment_sizes, tokens) // config.parameters
+
+
+def by_size(sizes: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the sum of tokens by fragment, each times its fragment's parameters.
+
+    Over the parameters of all fragments, floored, it is the number that a run tells."""
+    return sum(size * each for size, each in zip(sizes, tokens, strict=True))
 
 
 def run_totals(config: PolicyConfig, state: State) -> Totals:
