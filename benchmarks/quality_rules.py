@@ -24,10 +24,14 @@ every one of 12 0 |
 Decay / 8 (+0.5, three seeds), beta2 = 0.99 (+0.7, two) and AdEMAMix with a slow beta of
 0.98 at half the rate (+7.2, two) were known from runs that are not among the raw ones.
 
-Seen, 2026-11-30: slow momentum +6.6 and +15.4, 0.999 +7.9 (two pairs each; islands lose
-up to half a percent of their tokens to deltas that are refused as too long); early
-merges +1.6, +0.2 and +0.8 (two pairs), so a rarer merge later costs more than a denser
-start gives; MuLoCo +2.2 and +0.4, SNOO -0.3 (one pair). The other rows were not run.
+Seen, 2026-11-30, percent over the base in each pair: slow momentum +5.8 and +7.4, +16.2
+and +14.6, 0.999 +7.6 and +8.2 (islands lose up to half a percent of their tokens to
+deltas that are refused as too long); early merges +1.6, +0.2 and +0.8 on the mean of
+two, so a rarer merge later costs more than a denser start gives; MuLoCo 0.7 / 0.6 +2.2
+and +4.0, 0.7 / 0.5 +0.4 and +2.0; SNOO -0.4 and -0.4; HeLoCo +8.0 and +7.6, +7.3 and
++10.3, +9.1 and +10.6; IsoLoCo 1.5 +3.4 and -0.7, 2 +2.2 and +0.2, 3 +4.2 and +2.3;
+decay / 8 -0.5 and +1.2, x 8 +0.5; beta2 0.99 +0.6, 0.999 -0.8 (where one number stands,
+one pair). Ahead by more than half a percent in both pairs is none.
 
 Command: `python benchmarks/quality.py --size "0.1m, short" --only "slow momentum"
 "early merges" "outer rules" "decay and beta2" --seeds 2`. Cost: 1 to 3 minutes of one
