@@ -226,7 +226,7 @@ def submitter_of(
         deployment,
         only=options.only,
         show=print if options.dry_run else _show,
-        confirm=_asker(options.yes),
+        confirm=asker(options.yes),
         dry_run=options.dry_run,
         until=until,
     )
@@ -303,13 +303,18 @@ def _backend_of(options: LaunchOptions) -> Backend:
             f"--disk with --action {options.action}: it is for --action delete, which "
             f"then deletes the run too; leave it out"
         )
-    quiet = options.dry_run or options.yes or options.action in LOOKS
-    if not (quiet or sys.stdin.isatty()):
+    if not (options.dry_run or options.action in LOOKS):
+        require_answers(options.yes)
+    return options.on
+
+
+def require_answers(yes: bool) -> None:
+    """Raise ConfigError if nobody can be asked, and nobody has said yes before."""
+    if not (yes or (sys.stdin and sys.stdin.isatty())):
         raise ConfigError(
             "there is no terminal to ask on; give --yes to run the commands; "
             "`diloco launch` shows them with --dry-run"
         )
-    return options.on
 
 
 def _act(submitter: Submitter, options: LaunchOptions) -> None:
@@ -394,7 +399,9 @@ def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
         )
 
 
-def _asker(yes: bool) -> Callable[[str], bool]:
+def asker(yes: bool) -> Callable[[str], bool]:
+    """Return what asks on the terminal, or says yes to everything."""
+
     def ask(question: str) -> bool:
         if yes:
             return True

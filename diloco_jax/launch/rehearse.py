@@ -121,8 +121,10 @@ def run(
             f"workdir {workdir} has {' and '.join(there)} of a run or of its launch, "
             f"which a rehearsal would replace; give another --workdir"
         )
-    make_workdir(workdir)
     say(console, costs)
+    if options.on and options.on != "tpu_vm":
+        command.require_answers(options.yes)
+    make_workdir(workdir)
     named = f"{path} --launch.name {_name(config, path)} --workdir {workdir}"
     over, drive, left = "", None, "nothing was started"
     records = Path(absolute(options.records or str(workdir)))
@@ -419,6 +421,11 @@ class Launched:
     def begin(self) -> None:
         """Create everything, after asking. Raises RehearsalOverError if that fails, and
         ConfigError, before anything is made, if it is there already."""
+        name, on = self._config.launch.name, self._options.on
+        if not command.asker(self._options.yes)(
+            f"make the machines of {name} on {on}?"
+        ):
+            raise RehearsalOverError("nothing was made: nobody said yes")
         if there := "; ".join(self._submitter("status").left()):
             raise ConfigError(
                 f"{there}: a rehearsal of this name goes on, or has left it; "
@@ -426,13 +433,10 @@ class Launched:
             )
         self._made = True
         try:
-            self._act("create", yes=self._options.yes)
+            self._act("create")
         except (ConfigError, SecurityError):  # Nothing is asked of the cloud before.
             self._made = False
             raise
-        if not self._options.yes and not self._submitter("status").left():
-            self._made = False
-            raise RehearsalOverError("nothing was made: nobody said yes")
 
     def status(self) -> dict[str, Any]:
         """Return the run's status; nothing while nobody answers."""

@@ -431,6 +431,16 @@ def test_without_a_yes_it_ends_at_once(config, cloud, monkeypatch):
     assert code == 1
     assert "nobody said yes" in page
     assert "What is left: nothing, since nothing was made" in page
+    assert not cloud.calls
+
+
+@pytest.mark.parametrize("closed", [None, io.StringIO("y\n")])
+def test_where_nobody_can_be_asked_nothing_is_done(config, cloud, monkeypatch, closed):
+    monkeypatch.setattr("sys.stdin", closed)
+    with pytest.raises(ConfigError, match="no terminal to ask on; give --yes"):
+        rehearsed(config, RehearseOptions(on="gke"))
+    assert not cloud.calls
+    assert not Path(config.placement.workdir).exists()
 
 
 @pytest.mark.parametrize("error", [KeyError("islands"), KeyboardInterrupt()])
