@@ -19,6 +19,8 @@ import support
 
 FIGURE = support.RESULTS.parent / "figures" / "limits.py"
 INDEX, PERFORMANCE = "index.md", "performance.md"
+IN_A_ROW = 66
+"""Characters of a bound's name on the page, whose rows have a width."""
 TITLES = (
     "## What does not hold",
     "## Too few runs, whatever they show",
@@ -48,6 +50,14 @@ class Bound(NamedTuple):
     measured: str
     limit: str
     holds: bool
+
+    def within(self, most: int) -> str:
+        """Return its name in at most so many characters, both ends of it, without how
+        many pairs are needed."""
+        what = self.what.partition(" (")[0] if self.too_few else self.what
+        if len(what) <= most:
+            return what
+        return f"{what[: most // 2 - 2]} ... {what[3 - most // 2 :]}"
 
     @property
     def too_few(self) -> bool:
@@ -124,7 +134,7 @@ def row_of_bound(path: Path, bound: Bound) -> dict[str, Any]:
     linked = path.with_suffix(".md").exists()
     return {
         "benchmark": f"[{name}](raw/{name}.md)" if linked else name,
-        "measure": bound.what,
+        "measure": bound.within(IN_A_ROW),
         "goal": bound.limit,
         "seen": bound.measured,
         "date": facts.get("date", "").partition(" ")[0],
