@@ -85,7 +85,7 @@ class Row(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the page and the list of faults answer to a question."""
+    """A question, and the answers of the page and of the list of faults."""
 
     kind: str
     question: str

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.hardware.tpus import peak_flops_per_s
-from diloco_jax.observability.failures import Failures, LostTokens
+from diloco_jax.observability.failures import Failures
 from diloco_jax.observability.tape import Repeats
 
 BINS = 4096
@@ -304,7 +304,6 @@ class Timeline:
         self.lost: deque[tuple[float, str, int]] = deque(maxlen=POINTS_KEPT)
         """(time, reason, tokens) of incarnations that ended with open steps."""
         self.failures = Failures()
-        self._lost = LostTokens()
         self.newest = 0.0
         """Time of the newest line."""
         self._newest_merge: dict[int, dict[str, Any]] = {}
@@ -326,8 +325,7 @@ class Timeline:
         """Take a line of the tape. Lines come in the order of time."""
         kind, time = line["kind"], line["time"]
         self._clock(time)
-        self.failures.tape(line)
-        lost = self._lost.take(line)
+        lost = self.failures.tape(line)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)

@@ -201,8 +201,8 @@ class Failures:
 
     # ---- lines ----------------------------------------------------------------------
 
-    def tape(self, line: Mapping[str, Any]) -> None:
-        """Take a line of the tape."""
+    def tape(self, line: Mapping[str, Any]) -> int:
+        """Take a line of the tape; return the tokens that are lost with it."""
         self.kept.newest = time = line["time"]
         lost_tokens = self.kept.lost.take(line)
         match line["kind"]:
@@ -236,6 +236,7 @@ class Failures:
                 for failure in self._unmerged.values():
                     failure.settled = True
                 self._unmerged.clear()
+        return lost_tokens
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Take a line of the metrics."""
