@@ -184,9 +184,11 @@ def test_faults_strike_between_prepared_and_committed_and_before_it_is_told(
 
     def strike(fault):
         merges = [r["kind"] for r in read(tmp_path / "log", -1)].count("merged")
-        prepared = Publishes(tmp_path / "publishes").versions(1)
+        publishes = Publishes(tmp_path / "publishes")
+        # Both fragments may be prepared before the first of them is committed.
+        assert sum(len(publishes.versions(f)) for f in (0, 1)) >= fault.step
         told = len(island.told(messages.Published))
-        struck.append((fault.prepared, fault.step, merges, len(prepared), told))
+        struck.append((fault.prepared, fault.step, merges, told))
 
     monkeypatch.setattr(Fault, "strike", strike)
     faults = [
@@ -204,4 +206,4 @@ def test_faults_strike_between_prepared_and_committed_and_before_it_is_told(
     )
     engine.post(report(4))
     engine.run()
-    assert struck == [(False, 1, 1, 0, 0), (True, 2, 1, 1, 1), (False, 2, 2, 1, 1)]
+    assert struck == [(False, 1, 1, 0), (True, 2, 1, 1), (False, 2, 2, 1)]
