@@ -487,6 +487,15 @@ PLANS = [
         "it has coordinator, v5p, v6e",
     ),
     Wrong(
+        "plan two.py --launch.zones v6 us-east5-a",
+        "launch.zones.v6 = 'us-east5-a' ... no such island (did you mean 'v6e'?) ... "
+        "it has v6e, v5p_a",
+    ),
+    Wrong(
+        "plan cloud.py --arithmetic --launch.zones.v5p us-east5",
+        "launch.zones.v5p = 'us-east5' ... no zone ... such as 'us-central1-a'",
+    ),
+    Wrong(
         "launch cloud.py --on gke --dry-run --launch.zones v5p=mars-1a",
         "options: --launch.zones ... Perhaps you meant ... --launch.zones.v5p",
     ),

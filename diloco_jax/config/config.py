@@ -24,6 +24,7 @@ from typing import Any
 
 from diloco_jax.config.fields import as_html, check_fields, types_of
 from diloco_jax.config.placement import (
+    ZONE,
     IslandConfig,
     LaunchConfig,
     Placement,
@@ -287,6 +288,7 @@ def validate(config: Config) -> None:
         if island.attention == "splash" and not run.model.factory:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
+    _check_places(config.launch, islands)
     _check_workers(config.placement, sync.fragments)
 
 
@@ -465,6 +467,26 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
                 f"{fault.who} has {hosts} host{'s' * (hosts > 1)}, counted from 0: it "
                 f"would never strike; choose a host below {hosts}"
             )
+
+
+def _check_places(launch: LaunchConfig, islands: Mapping[str, IslandConfig]) -> None:
+    for field in ("zones", "purchase", "clusters"):
+        for name, value in getattr(launch, field).items():
+            if name not in islands:
+                raise ConfigError(
+                    f"launch.{field}.{name} = {value!r}: the run has no such island"
+                    f"{suggest(name, islands)}; it has {', '.join(islands)}"
+                )
+    written = {f"zones.{name}": zones_of(text) for name, text in launch.zones.items()}
+    if launch.coordinator_zone:
+        written["coordinator_zone"] = (launch.coordinator_zone,)
+    for field, zones in written.items():
+        for zone in zones:
+            if not ZONE.fullmatch(zone):
+                raise ConfigError(
+                    f"launch.{field} = {','.join(zones)!r}: {zone!r} is no zone; write "
+                    f"a region and a letter, such as 'us-central1-a'"
+                )
 
 
 def _check_workers(placement: Placement, fragments: int) -> None:

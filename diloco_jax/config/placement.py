@@ -200,13 +200,13 @@ class Deadlines:
         return self.pin_s + 8 * octets / SLOWEST_LINK_BITS_PER_S
 
 
-ZONE = re.compile(r"(?<=\d)-(ai\d+)?[a-z]$")
-"""Ending of a zone's name after its region's name."""
+ZONE = re.compile(r"([a-z]+-[a-z]+\d+)-(ai\d+)?[a-z]")
+"""A zone's name, which begins with its region's."""
 
 
 def region_of(zone: str) -> str:
     """Return the region of a zone; a region is its own."""
-    return ZONE.sub("", zone)
+    return match[1] if (match := ZONE.fullmatch(zone)) else zone
 
 
 def zones_of(written: str) -> tuple[str, ...]:

@@ -15,10 +15,11 @@ from rich.console import Console
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, POSITIVE, setting
 from diloco_jax.config.resolving import LONG, filled
-from diloco_jax.files import absolute
+from diloco_jax.files import absolute, is_bucket
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.spec import (
     COORDINATOR,
+    WORKDIR,
     Backend,
     LaunchSpec,
     make_spec,
@@ -171,7 +172,7 @@ def run(
     deployment = submitter.deployment
     notes = planned
     if action in ("create", "run"):
-        notes += [*_notes(spec, on), *_costs(config, prices)]
+        notes += [*_notes(config, spec, on), *_costs(config, prices)]
     for line in notes:
         _show(line)
     if action in ("create", "run", "results"):
@@ -360,9 +361,9 @@ def _check_owners(spec: LaunchSpec, only: tuple[str, ...]) -> None:
             )
 
 
-def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
+def _notes(config: Config, spec: LaunchSpec, on: Backend) -> Iterator[str]:
     """Yield what to know before machines are made."""
-    settings = spec.settings
+    settings, folder = spec.settings, config.placement.checkpoints
     for field, shows in (("image", "push"), ("cloud_image", "pull")):
         image = getattr(settings, field)
         if "@sha256:" not in image:
@@ -371,6 +372,23 @@ def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
                 f"another image while the run goes on; write its digest, "
                 f"REGISTRY/PATH@sha256:..., which `docker {shows}` has shown"
             )
+    for island in spec.islands:
+        known = island.slice.generation.zones
+        if unknown := [zone for zone in island.zones if zone not in known]:
+            yield (
+                f"note: launch.zones.{island.name} has {', '.join(unknown)}, and "
+                f"{island.offered}, unless your project has it there"
+            )
+    if folder and not is_bucket(folder):
+        # The coordinator's disk, which outlives its machine, is at WORKDIR.
+        gone = "islands' checkpoints are gone with their machines"
+        if not Path(folder).is_relative_to(WORKDIR):
+            gone = "snapshots and checkpoints are gone with the container"
+        yield (
+            f"note: placement.checkpoints = {folder!r} is a folder in each container: "
+            f"{gone}, and hosts of an island do not share it; set gs://BUCKET/FOLDER, "
+            f"or leave it out: snapshots are then on the coordinator's disk"
+        )
     islands, coordinator = settings.service_account, settings.coordinator_account
     if on == "sky":
         yield (

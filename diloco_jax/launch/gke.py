@@ -142,10 +142,8 @@ def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
         f"--node-labels={ISLAND}={island.resource}"
     )
     remedy = (
-        f"{generation.name} is known to be offered in {', '.join(generation.zones)}: "
-        f"set launch.zones.{island.name} to one of them in launch.location = "
-        f"{island.cluster.location!r}, or ask for quota "
-        f"(launch.purchase.{island.name} = {island.purchase!r})"
+        f"{island.offered} in launch.location = {island.cluster.location!r}, or ask "
+        f"for quota (launch.purchase.{island.name} = {island.purchase!r})"
     )
     pools = [
         _pool(spec, island.cluster, pool, island.name, zone, options, remedy)

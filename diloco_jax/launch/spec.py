@@ -116,6 +116,16 @@ class PlacedIsland:
     in_region: bool = False
 
     @property
+    def offered(self) -> str:
+        """Where its slice is to be had, and what to set, in words."""
+        generation = self.slice.generation
+        return (
+            f"{generation.name} is known to be offered in "
+            f"{', '.join(generation.zones)}: set launch.zones.{self.name} to one of "
+            f"them"
+        )
+
+    @property
     def pools(self) -> tuple[str, ...]:
         """Names of its node pools, one in each zone."""
         others = range(1, len(self.zones))
@@ -236,13 +246,6 @@ def make_spec(config: Config, path: str, on: Backend, source: str = "") -> Launc
     _check_data(config)
     _check_source(source)
     check_variables(config)
-    for field in ("zones", "purchase"):
-        for name in getattr(settings, field):
-            if name not in config.islands:
-                raise ConfigError(
-                    f"launch.{field} names {name!r}, but the islands are "
-                    f"{', '.join(config.islands)}"
-                )
     name = settings.name or Path(path).stem
     if Path(path).name == run_files.CONFIG and not settings.name:
         raise ConfigError(
@@ -380,14 +383,7 @@ def _check_source(source: str) -> None:
 
 
 def _check_clusters(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
-    """Raise ConfigError for a cluster of an island that the run does not have, and for
-    islands that would not reach the coordinator."""
-    for name in settings.clusters:
-        if name not in [island.name for island in islands]:
-            raise ConfigError(
-                f"launch.clusters names {name!r}, but the islands are "
-                f"{', '.join(island.name for island in islands)}"
-            )
+    """Raise ConfigError for islands that would not reach the coordinator."""
     away = [i.name for i in islands if i.cluster != _cluster_of(settings)]
     if away and not settings.coordinator_address:
         raise ConfigError(
@@ -424,11 +420,6 @@ def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> N
                 f"{field} = {zone!r} is outside {where}, and all nodes of a GKE "
                 f"cluster are in its region; choose a zone of {region}{offers}, or "
                 f"{other}"
-            )
-        if zone == region:
-            raise ConfigError(
-                f"{field} = {zone!r} is a region, and node pools are in one zone of it;"
-                f" write a zone such as '{zone}-a'{offers}"
             )
 
 
@@ -481,7 +472,7 @@ def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
             f"waits in one zone; write one, or launch with --on sky or --on gke, which "
             f"try one zone after the other"
         )
-    if len(zones) > min(MAX_ZONES, len(set(zones))) or "" in zones:
+    if len(zones) > min(MAX_ZONES, len(set(zones))):
         raise ConfigError(
             f"launch.zones.{island} = {settings.zones[island]!r}; write up to "
             f"{MAX_ZONES} different zones: 'us-east5-a,us-east5-b'"

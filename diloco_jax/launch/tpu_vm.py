@@ -148,9 +148,7 @@ def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Res
         forced="--force",
         deadlines_s=(120, 900),
         remedy=(
-            f"{found.generation.name} is known to be offered in "
-            f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
-            f"one of them, or ask for quota in {zone} "
+            f"{island.offered}, or ask for quota in {zone} "
             f"(launch.purchase.{island.name} = {island.purchase!r})"
         ),
         what=f"slice {island.resource} ({found.topology}) in {zone}",

@@ -323,6 +323,8 @@ def _losses(up: str, down: str, part: float, cycle: int) -> Iterator[str]:
 
 # ---- all refusals together ----------------------------------------------------------
 
+MORE = "placement.workers"
+"""Field of which more means more machines."""
 WORKERS = (2, 4, 8, 16, 32, 64)
 """Numbers of workers that are tried together with other changes."""
 MOST_TRIED = 50
@@ -335,13 +337,19 @@ def mended(terms: Terms) -> Remedy | None:
     """Return one set of changes with which no check refuses; None if none was found.
 
     Changes are taken one after the other, each the one that leaves the least missing.
-    Those that turn out to be of no use are left out again.
+    Those that turn out to be of no use are left out again. More workers are tried if
+    nothing else mends.
     """
+    return _mended(terms, more_workers=False) or _mended(terms, more_workers=True)
+
+
+def _mended(terms: Terms, *, more_workers: bool) -> Remedy | None:
     now, taken = terms, list[Change]()
     while wrong := _missing(now):
         if len(taken) == MOST_CHANGES:
             return None
-        whole = [_with_buffer(now, change) for change in _candidates(now)]
+        found = _candidates(now, more_workers=more_workers)
+        whole = [_with_buffer(now, change) for change in found]
         tried = [(change, _missing(now.changed(change))) for change in whole]
         best, left = min(tried, key=lambda one: one[1], default=({}, wrong))
         if left >= wrong:
@@ -369,22 +377,23 @@ def _with_buffer(terms: Terms, change: Change) -> Change:
     return change | next(iter(lacks.changes)) if lacks else change
 
 
-def _candidates(terms: Terms) -> Iterator[Change]:
+def _candidates(terms: Terms, *, more_workers: bool) -> Iterator[Change]:
     """Yield what each refusing check would change, of values of the same fields the
     first that is enough for it, and more workers."""
     for name, check in failing(terms).items():
         alike: dict[tuple[str, ...], list[Change]] = {}
-        for change in itertools.islice(check.changes, MOST_TRIED):
+        allowed = (c for c in check.changes if more_workers or MORE not in c)
+        for change in itertools.islice(allowed, MOST_TRIED):
             alike.setdefault(tuple(change), []).append(change)
         for changes in alike.values():
             enough = bisect.bisect_left(
                 changes, True, key=lambda c: name not in failing(terms.changed(c))
             )
             yield changes[min(enough, len(changes) - 1)]
-    most = len(terms.fragments.fragments)
+    most = len(terms.fragments.fragments) if more_workers else 0
     for count in WORKERS:
         if terms.config.placement.workers < count <= most:
-            yield {"placement.workers": count}
+            yield {MORE: count}
 
 
 def _missing(terms: Terms) -> float:

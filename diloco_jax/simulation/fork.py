@@ -192,7 +192,12 @@ def with_islands(config: Config, options: ForkOptions) -> Config:
     for name in options.without:
         config.island(name)
         islands.pop(name, None)
-    return dataclasses.replace(config, islands=islands).validate()
+    places: dict[str, Any] = {
+        field: {n: v for n, v in getattr(config.launch, field).items() if n in islands}
+        for field in ("zones", "purchase", "clusters")
+    }
+    launch = dataclasses.replace(config.launch, **places)
+    return dataclasses.replace(config, islands=islands, launch=launch).validate()
 
 
 def rows_of(recording: Recording, first: int, last: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.launch.command import LaunchOptions, run
+from diloco_jax.launch.spec import WORKDIR
 from diloco_jax.wire.certificates import add, coordinator_names, make_certificates
 from diloco_jax.wire.errors import SecurityError
 
@@ -125,6 +126,40 @@ def test_accounts_that_may_do_too_much_are_told(
     notes = [line for line in lines if line.startswith("note: ") and "account" in line]
     assert len(notes) == len(told)
     assert all(text in note for text, note in zip(told, notes, strict=True))
+
+
+GONE = "snapshots and checkpoints are gone with the container"
+PLACES = [
+    ("gke", "placement.checkpoints", "", None),
+    ("tpu_vm", "placement.checkpoints", "gs://b/run", None),
+    ("gke", "placement.checkpoints", "s3://b/run", None),
+    ("gke", "placement.checkpoints", "/disk/run", GONE),
+    ("tpu_vm", "placement.checkpoints", "kept", GONE),
+    # The coordinator's disk is mounted there, and no island's.
+    (
+        "gke",
+        "placement.checkpoints",
+        f"{WORKDIR}/kept",
+        "islands' checkpoints are gone",
+    ),
+    ("gke", "launch.zones", {"v5p": "us-east5-a", "v6e.b": "us-east5-b"}, None),
+    (
+        "gke",
+        "launch.zones",
+        {"v5p": "us-east5-a,us-east5-q", "v6e.b": "us-east5-b"},
+        "v5p has us-east5-q, and v5p is known to be offered in us-central1-a, us-east5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("on", "field", "value", "said"), PLACES)
+def test_places_that_are_doubtful_are_told(config, capsys, on, field, value, said):
+    options = LaunchOptions(on=on, dry_run=True, unplanned=True)
+    assert run(config.replace(field, value), "two.py", options) == 0
+    lines = capsys.readouterr().err.splitlines()
+    notes = [line for line in lines if line.startswith(f"note: {field}")]
+    assert len(notes) == (said is not None)
+    assert all(said in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,24 @@ REFUSED = [
     ),
     ("gke", {"zones": {}}, "zones={'v5p': 'us-east5-a', 'v6e.b': 'us-east5-a'} in the"),
     ("tpu_vm", {"project": "My Project"}, "'My Project' is no project id; `gcloud pro"),
-    ("tpu_vm", {"zones": {**ZONES, "v4": "x"}}, "names 'v4', but the islands are v5p"),
+    (
+        "sky",
+        {**PLACE, "zones": {**ZONES, "v6e": "us-east5-a"}},
+        "launch.zones.v6e = 'us-east5-a': the run has no such island "
+        r"\(did you mean 'v6e.b'\?\); it has v5p, v6e.b",
+    ),
+    ("tpu_vm", {"purchase": {"v4": "spot"}}, "purchase.v4 = 'spot': the run has no s"),
+    *(
+        ("tpu_vm", {"zones": {**ZONES, "v5p": zone}}, f"zones.v5p = {zone!r}: .*'us-c")
+        for zone in (
+            "",
+            "us-east5",
+            "us-east5-7",
+            "east5-a",
+            "US-east5-a",
+            "gcp/a-b1-c",
+        )
+    ),
     ("tpu_vm", {"purchase": {"v5p": "cheap"}}, "'cheap'; write 'on_demand', 'spot',"),
     ("tpu_vm", {"purchase": {"v5p": "spot:x"}}, "'spot:x'; write"),
     ("tpu_vm", {"purchase": {"v5p": "reserved:mine"}}, "that fits; write 'reserved'"),
@@ -40,10 +57,11 @@ REFUSED = [
     ("sky", {"coordinator_address": "c.internal"}, "launch.dns_zone must be set"),
     (
         "tpu_vm",
-        {"zones": {**ZONES, "v5p": "a-1a,b-1b"}},
+        {"zones": {**ZONES, "v5p": "us-east5-a,us-east5-b"}},
         "queued resource waits in one",
     ),
-    ("gke", {"zones": {**ZONES, "v5p": "a-1a,a-1a"}}, "up to 9 different zones"),
+    ("sky", {**PLACE, "zones": {**ZONES, "v5p": "a-b1-a,a-b1-a"}}, "up to 9 different"),
+    ("sky", {**PLACE, "zones": {**ZONES, "v5p": "a-b1-a,"}}, "'a-b1-a,': '' is no zo"),
     *(
         ("tpu_vm", {"image": image}, f"{image!r} does not .* docker.io/{image} if")
         for image in ("diloco", "diloco:1", "me/diloco:1")
@@ -67,10 +85,10 @@ REFUSED = [
         "launch.location = 'us-east5-a'",
     ),
     ("gke", {"coordinator_zone": "us-east4-a"}, "zone = 'us-east4-a' is outside"),
-    ("gke", {"coordinator_zone": "us-east5"}, "is a region, .* such as 'us-east5-a'"),
+    ("gke", {"coordinator_zone": "us-east5"}, "'us-east5' is no zone; write a re"),
     ("gke", {**FAR, "coordinator_address": ""}, "is empty, and v6e.b run in other clu"),
     ("gke", {**FAR, "clusters": {"v6e.b": "far"}}, "write 'LOCATION/CLUSTER' or"),
-    ("gke", {"clusters": {"v6e": "a/b"}}, "names 'v6e', but the islands are v5p, v6e"),
+    ("gke", {"clusters": {"v6e": "a/b"}}, "clusters.v6e = 'a/b': the run has no such"),
     (
         "gke",
         {**FAR, "clusters": {"v6e.b": "europe-west4/far"}},
@@ -137,6 +155,8 @@ def test_two_parts_of_a_run_have_two_names(config, name, made):
         ("tpu_vm", {"image": "registry.example:5000/diloco"}),
         ("tpu_vm", {"zones": AWAY}),  # Queued resources are in any zone.
         ("gke", {"location": "us-east5-a"}),
+        ("tpu_vm", {"zones": {**ZONES, "v5p": "us-central1-ai1a"}}),
+        ("tpu_vm", {"zones": {**ZONES, "v5p": "northamerica-northeast12-b"}}),
     ],
 )
 def test_what_each_engine_can_do_is_not_refused(config, on, settings):

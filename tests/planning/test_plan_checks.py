@@ -417,6 +417,23 @@ def test_a_trillion_parameters_are_too_many_for_one_process():
         assert refusals(alone.changed(less))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sixty_four", {"placement.workers": 1}),
+        ("four_regions", {"launch.coordinator_machine": "n2-highmem-4"}),
+        ("mixed_12b", {"launch.coordinator_machine": "n2-highmem-2"}),
+    ],
+)
+def test_all_refusals_are_mended_without_more_workers_where_that_will_do(name, change):
+    small = {"launch.coordinator_disk_gb": 300, "sync.steps_per_cycle": 64}
+    terms = shipped(name).changed(change | small)
+    assert len(refusals(terms)) > 3
+    whole = mended(terms)
+    assert "placement.workers" not in whole.change
+    assert refusals(terms.changed(whole.change)) == []
+
+
 # ---- the configs that are planned ------------------------------------------------
 
 
@@ -435,8 +452,6 @@ def test_sixty_four_islands_are_those_of_two_and_pass_on_slow_links():
     # One process is too few, and the plan knows what it lacks.
     alone = terms.changed({"placement.workers": 1})
     assert {"cores", "memory", "merging"} <= {r.check for r in refusals(alone)}
-    whole = mended(alone)
-    assert refusals(alone.changed(whole.change)) == []
 
 
 def test_assumptions_are_those_of_the_simulator_where_it_has_them():

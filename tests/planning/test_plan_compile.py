@@ -43,7 +43,7 @@ def others(tmp_path_factory):
     config = load_config(ROOT / "configs" / "mixed_five.py")
     islands = {name: config.islands[name] for name in OTHERS}
     path = tmp_path_factory.mktemp("plan") / "others.json"
-    write_config_json(dataclasses.replace(config, islands=islands), path)
+    write_config_json(config.replace({"islands": islands, "launch.zones": {}}), path)
     code, found = plan(path, timeout_s=560)
     assert code == 0
     return found
@@ -123,7 +123,8 @@ def test_a_rule_in_a_file_of_the_users_is_planned(tmp_path):
     named = f"{tmp_path / 'rules.py'}:sign_consensus"
     alone = {"v6e": config.islands["v6e"]}
     path = tmp_path / "theirs.json"
-    write_config_json(config.replace({"sync.merge": named, "islands": alone}), path)
+    changed = {"sync.merge": named, "islands": alone, "launch.zones": {}}
+    write_config_json(config.replace(changed), path)
     code, found = plan(path)
     assert code == 0
     assert found["islands"]["v6e"]["compiled"]["fits"]
@@ -142,7 +143,8 @@ def test_flags_that_are_refused_are_named_and_end_with_2(island, flag, tmp_path)
     if flag == REFUSED and version < (0, 0, 50):
         pytest.skip("libtpu 0.0.42.1 takes it; 0.0.50.1 does not")
     config = load_config(ROOT / "configs" / "mixed_toy.py")
-    alone = dataclasses.replace(config, islands={island: config.islands[island]})
+    only = {island: config.islands[island]}
+    alone = config.replace({"islands": only, "launch.zones": {}})
     write_config_json(alone, tmp_path / "one.json")
     done = run_plan(tmp_path / "one.json", LIBTPU_INIT_ARGS=flag)
     assert (done.returncode, done.stdout) == (2, "")
