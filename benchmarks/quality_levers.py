@@ -57,6 +57,13 @@ NEVER = 1 << 30
 GROUP, LADDER = "levers", "ladder"
 DEFAULTS = "H = P = 24, int8"
 """The product's own codec, cycle, fragments and overlap."""
+SHORT = "H = P = 4, int8, tau 1"
+SHORT_CYCLE: dict[str, Any] = {
+    "steps_per_cycle": 4,
+    "fragments": 4,
+    "overlap_steps": 1,
+}
+"""What runs of at most 2,000 steps get."""
 INT4 = "H = P = 14, int4"
 FOUR_BITS: dict[str, Any] = {"codec_up": "int4", "codec_down": "int4"}
 TWO_BITS: dict[str, Any] = {"codec_up": "int2", "codec_down": "int2"}
@@ -175,7 +182,7 @@ def levers(size: Size) -> Iterator[Row]:
         ("H = P = 8, int2", 8, TWO_BITS, BOTH[:1]),
         (f"{DEFAULTS}, tau 1", 24, short, BOTH[:1]),
         ("H = P = 4, int8", 4, {}, BOTH[1:]),
-        ("H = P = 4, int8, tau 1", 4, short, BOTH),
+        (SHORT, 4, SHORT_CYCLE, BOTH),
         ("H = P = 4, int4, tau 1", 4, FOUR_BITS | short, BOTH[:1]),
         ("H = P = 8, int8, tau 1", 8, short, BOTH[:1]),
         ("H = P = 2, int8", 2, {}, BOTH),

@@ -28,7 +28,7 @@ from quality_configs import (
     plain,
     unequal,
 )
-from quality_levers import ladder, levers
+from quality_levers import SHORT, SHORT_CYCLE, ladder, levers
 from quality_rules import rules
 from quality_schedules import batches, schedules, tokens
 from quality_trouble import trouble
@@ -268,13 +268,17 @@ def _mixtures(size: Size) -> Iterator[Row]:
         against="data-parallel",
         config=plain(own, size.sequences),
     )
-    yield Row(
-        name=f"{MIXTURE}, 8 islands",
-        group=MIXTURE,
-        against=base,
-        config=config(own),
-        options=network(2),
-    )
+    for name, overlap, sync in (
+        (f"{MIXTURE}, 8 islands", 2, {}),
+        (f"{MIXTURE}, 8 islands, {SHORT}", 1, SHORT_CYCLE),
+    ):
+        yield Row(
+            name=name,
+            group=MIXTURE,
+            against=base,
+            config=config(own, **sync),
+            options=network(overlap),
+        )
 
 
 def _codecs(size: Size) -> Iterator[Row]:

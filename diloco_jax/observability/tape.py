@@ -189,7 +189,7 @@ class Tape(JsonLines):
         path: str | Path,
         segment_bytes: int = SEGMENT_BYTES,
         repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
-        told: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        told: Callable[[Mapping[str, Any]], object] = lambda record: None,
     ) -> None:
         """repeat: calls a write until there is space for it. told: called with every
         record that is appended."""
