@@ -44,7 +44,7 @@ BOUNDS = (
     # Row, as the check calls it, against, upper end of the interval in percent.
     (
         "decoupled, 8 islands",
-        "decoupled, 8 equal islands",
+        "decoupled, 8 islands",
         "synchronous DiLoCo, 8 islands",
         0.5,
     ),

@@ -30,8 +30,8 @@ deltas that are refused as too long); early merges +1.6, +0.2 and +0.8 on the me
 two, so a rarer merge later costs more than a denser start gives; MuLoCo 0.7 / 0.6 +2.2
 and +4.0, 0.7 / 0.5 +0.4 and +2.0; SNOO -0.4 and -0.4; HeLoCo +8.0 and +7.6, +7.3 and
 +10.3, +9.1 and +10.6; IsoLoCo 1.5 +3.4 and -0.7, 2 +2.2 and +0.2, 3 +4.2 and +2.3;
-decay / 8 -0.5 and +1.2, x 8 +0.5; beta2 0.99 +0.6, 0.999 -0.8 (where one number stands,
-one pair). Ahead by more than half a percent in both pairs is none.
+decay / 8 -0.5 and +1.2, x 8 +0.5 and +1.8; beta2 0.99 +0.6 and +0.9, 0.999 -0.8 and
++0.3. Ahead by more than half a percent in both pairs is none.
 
 Command: `python benchmarks/quality.py --size "0.1m, short" --only "slow momentum"
 "early merges" "outer rules" "decay and beta2" --seeds 2`. Cost: 1 to 3 minutes of one
