@@ -36,7 +36,8 @@ Seen, 2026-11-30: int4 at H = 14 -2.1, -1.9 and -1.6 % at 0.93 of the counted by
 int2 at H = 8 -3.0 and -0.4 %; Nesterov at H = 24 +1.1 % (one pair). On the ladder tau
 is 0.6 at H = 24 and 7.3 at H = 1 (0.1 M), and moments merged are nothing. 2026-12-01,
 at 0.3 M in three pairs: the sum is 10.1 as predicted, and with H = 1, f32 and tau = 0
-0.2 of it is left, not 3.5; int4 at H = 14 with Nesterov -3.3 % over the defaults.
+0.2 of it is left, not 3.5; int4 at H = 14 -1.8 %, both with Nesterov, which is -1.5 %
+alone; at 0.1 M -1.7 % in five pairs.
 
 Command: `python benchmarks/quality.py --size "0.04m, short" --only data-parallel ladder
 --seeds 5`, and so with "0.1m, short". Cost: half a minute and a minute of one core per
