@@ -101,11 +101,19 @@ def check_merge_rule(rule: MergeRule) -> None:
         like = jax.tree.map(jnp.shape, state)
         for islands, scale in ((ISLANDS, 1), (ISLANDS, 0), (1, 1), (1, 0)):
             deltas = Encoded.of(list(_drawn(islands, *shape) * np.float32(scale)))
-            merged = merge_piece(rule, deltas, WEIGHTS[:islands], 0.5, state)
+            weights = WEIGHTS[:islands]
+            merged = merge_piece(rule, deltas, weights, 0.5, state)
             if not np.isfinite(merged.delta).all():
                 raise ValueError(
                     "it made numbers that are not finite of finite deltas, which may "
                     "be zero"
+                )
+            whole = merge_piece(rule, deltas, weights, 1.0, state).delta
+            if scale and np.array_equal(merged.delta, whole):
+                raise ValueError(
+                    "it makes the same of deltas that are a share of 0.5 of all "
+                    "islands' as of all; what it makes must be as much shorter: "
+                    "multiply it by `share`"
                 )
             state = merged.state
             if (found := jax.tree.map(jnp.shape, state)) != like:

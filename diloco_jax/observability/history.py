@@ -155,10 +155,15 @@ class History:
         Returns:
           The matplotlib axes. Takes and adoptions are drawn while they can be told
           apart; choose a shorter time to see them.
+
+        Raises:
+          ConfigError: `end` is not after `begin`.
         """
         steps, merges = self.frame("steps"), self.frame("merges")
         if end is None:
             end = float(max([begin + 1e-9, *steps.time, *merges.time]))
+        if not begin < end:
+            raise ConfigError(f"end = {end:g} s is not after begin = {begin:g} s")
         if axes is None:
             lanes = len(self.islands) + 1
             _, (axes,) = paper(10, 1.5 + 0.42 * lanes, layout="constrained")
@@ -275,7 +280,8 @@ def plot_losses(
     Args:
       histories: by label; several of one label, such as seeds, have one colour.
       over: the tokens that a run has made or, for recorded ones too, its seconds.
-      title: None = which label ends lowest, by the mean of its runs.
+      title: None = which label ends lowest, by the mean of its runs. What the merges
+        of the end change, of all that islands still have, is dotted.
       axes: where to draw; None = a figure of its own.
 
     Returns:
@@ -287,7 +293,7 @@ def plot_losses(
     """
     if over not in (columns := {"tokens": "tokens", "seconds": "time"}):
         raise ConfigError(f"over = {over!r}; choose from {', '.join(columns)}")
-    column, ends = columns[over], {}
+    column, ends, ending = columns[over], dict[str, float](), ""
     if not isinstance(histories, Mapping) or not histories:
         raise ConfigError(
             f"histories is {'an empty' if histories == {} else 'a'} "
@@ -314,22 +320,27 @@ def plot_losses(
             judged = run.evaluations
             known = np.isfinite(judged[column]) & np.isfinite(judged["loss"])
             if not known.any():
+                remedy = "EmulationOptions(evaluate_every_tokens=...) has some made"
+                if run.recorded:
+                    remedy = "placement.watch_every has some made, by 'seconds' alone"
                 raise ConfigError(
                     f"{label!r} has {len(judged['loss'])} evaluations of its merged "
-                    f"model, none of them with its {over}; emulate with "
-                    f"evaluate_every_tokens above 0, and draw a recorded run over "
-                    f"'seconds'"
+                    f"model, none of them with its {over}; {remedy}"
                 )
-            looks: Any = {"color": colour, "ls": style, "lw": 1.6}
+            looks: Any = {"color": colour, "lw": 1.6}
             named = label if run is runs[0] else None
-            axes.plot(
-                judged[column][known], judged["loss"][known], label=named, **looks
-            )
+            x, y = judged[column][known], judged["loss"][known]
+            flushed = run.merges["final"].any() and len(x) > 1
+            until = len(x) - bool(flushed)
+            axes.plot(x[:until], y[:until], label=named, ls=style, **looks)
+            if flushed:
+                axes.plot(x[-2:], y[-2:], ls=":", **looks)
+                ending = "; dotted: the merges of the end"
         ends[label] = float(np.mean([run.evaluations["loss"][-1] for run in runs]))
     axes.legend(frameon=False, labelcolor=INK, loc="upper right")
     best = min(ends, key=ends.__getitem__)
     x = "tokens" if over == "tokens" else "seconds"
-    found = f"{best} ends lowest, at {ends[best]:.3f}"
+    found = f"{best} ends lowest{ending}"
     say(axes, title or found, x, "validation loss, nats per token")
     return axes
 

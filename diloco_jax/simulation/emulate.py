@@ -347,7 +347,7 @@ Show = Callable[[dict[str, Any]], None]
 SHOW_EVERY_S = 1.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Emulation:
     """Result of an emulation.
 
@@ -378,6 +378,13 @@ class Emulation:
         `History.plot_loss`."""
         final = self.summary["eval_loss"]
         return self.history.plot_loss(final=final, title=title, axes=axes)
+
+    def __repr__(self) -> str:
+        names, found = ", ".join(self.config.islands), self.summary
+        return (
+            f"<Emulation of {names}: eval_loss = {found['eval_loss']}, "
+            f"{found['tokens_merged']:,} tokens merged in {found['merges']:,} merges>"
+        )
 
     def _repr_html_(self) -> str:
         found, shown = self.summary, {}

@@ -43,8 +43,9 @@ class Sweep:
 
         Columns: loss (validation, nats per token, mean over seeds), over_first (percent
         of the first setting's loss, mean over pairs of one seed), half (of its 95 %
-        interval by Student's t; NaN for one seed), runs, merges, goodput and seconds
-        (virtual; means).
+        interval by Student's t; NaN for one seed), runs, before_end (loss before the
+        merges of the end, on `placement.evaluate_batches` batches as a plot has it),
+        merges, goodput and seconds (virtual; means).
         """
         import pandas
 
@@ -64,6 +65,9 @@ class Sweep:
                 "over_first": statistics.fmean(over),
                 "half": half_interval(over),
                 "runs": len(runs),
+                "before_end": statistics.fmean(
+                    float(run.history.evaluations["loss"][-2:][0]) for run in runs
+                ),
                 **{
                     column: statistics.fmean(run.summary[key] for run in runs)
                     for column, key in COLUMNS.items()

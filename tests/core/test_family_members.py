@@ -63,6 +63,7 @@ def test_a_member_imports_what_lies_beside_its_file(tmp_path, monkeypatch) -> No
         ("jnp.concatenate([mean, mean])", "a merged delta has their shape and dtype"),
         ("mean.astype(jnp.bfloat16)", "a merge rule made bfloat16"),
         ("mean / jnp.sum(mean - mean)", "it made numbers that are not finite"),
+        ("mean / share", "a share of 0.5 of all .* multiply it by `share`"),
         ("mean.nothing", "line 9: AttributeError: .* nothing"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 
 import numpy as np
@@ -47,6 +48,8 @@ def test_the_table_compares_runs_of_one_seed(found):
     assert abs(row.over_first) > 0
     assert table.loc["K = 2", ["over_first", "half"]].tolist() == [0, 0]
     assert list(table["runs"]) == [2, 2]
+    before = [run.history.evaluations["loss"][-2] for run in found.runs["K = 1"]]
+    assert row.before_end == pytest.approx(np.mean(before))
     assert "K = 1" in found._repr_html_()
 
 
@@ -56,6 +59,9 @@ def test_a_run_shows_its_numbers(found):
     shown = dataclasses.replace(run, summary={**run.summary, "tokens_lost": lost})
     assert "<th>tokens_lost</th><td>7</td>" in shown._repr_html_()
     merged = f"{run.summary['tokens_merged']:,}"
+    assert re.fullmatch(
+        rf"<Emulation of .*: eval_loss = .*, {merged} tok.*>", repr(run)
+    )
     assert f"<th>tokens_merged</th><td>{merged}</td>" in run._repr_html_()
 
 
@@ -81,8 +87,12 @@ def test_a_plot_has_a_line_of_each_run_and_a_colour_of_each_setting(found):
         assert len({line.get_color() for line in lines}) == 2
         labels = [text.get_text() for text in axes.get_legend().get_texts()]
         assert labels == list(SETTINGS)
-        drawn = lines[1].get_xdata()
-        assert list(drawn) == list(found.runs["K = 2"][1].history.evaluations[column])
+        # Of each run up to the last merges, and what these change.
+        before, ending = lines[2].get_xdata(), lines[3].get_xdata()
+        judged = list(found.runs["K = 2"][1].history.evaluations[column])
+        assert [*before, ending[-1]] == judged
+        assert list(ending) == judged[-2:]
+        assert axes.get_title(loc="left").endswith("dotted: the merges of the end")
 
 
 def test_what_cannot_be_drawn_says_why(found):
@@ -91,8 +101,14 @@ def test_what_cannot_be_drawn_says_why(found):
     recorded = dataclasses.replace(
         history, evaluations={**history.evaluations, "tokens": tokens}, recorded=True
     )
-    with pytest.raises(ConfigError, match=r"'v5p' has \d+ eval.* over 'seconds'"):
-        plot_losses({"v5p": recorded})
+    for run, remedy in (
+        (recorded, "placement.watch_every has some made, by 'seconds' alone"),
+        (dataclasses.replace(recorded, recorded=False), "EmulationOptions"),
+    ):
+        with pytest.raises(ConfigError, match=rf"'v5p' has \d+ eval.*{remedy}"):
+            plot_losses({"v5p": run})
+    with pytest.raises(ConfigError, match="end = 2 s is not after begin = 4 s"):
+        history.plot_timeline(4, 2)
     for wrong in (found, found.runs["K = 1"][0], found.runs["K = 1"]):
         with pytest.raises(ConfigError, match=r"'mine' is no History.*found\.history"):
             plot_losses({"mine": wrong})
