@@ -266,8 +266,8 @@ class Islands(dict[str, Island]):
         if before is not None:
             after.computed_tokens -= before.computed_tokens
         after.expiry = self.expiry
-        if island.lease_until < self.expiry and island.status == "live":
-            after.expiry = island.lease_until
+        if island.status == "live":
+            after.expiry = min(self.expiry, island.lease_until)
         after.standing = self.standing
         if before is None or _differs(before, island):
             after.standing = _standing(after)

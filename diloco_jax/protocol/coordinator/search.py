@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -311,10 +310,8 @@ def may_have_become(offered: Version, arrived: Version) -> bool:
 
 def run_of_most(run_ids: Iterable[str]) -> str:
     """Return the run of most islands; empty if two have as many."""
-    ranked = Counter(run_ids).most_common(2)
-    if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
-        return ""
-    return ranked[0][0] if ranked else ""
+    most = statistics.multimode(run_ids)
+    return most[0] if len(most) == 1 else ""
 
 
 def runs_apart(offers: Iterable[Hello]) -> str:
