@@ -64,6 +64,15 @@ def test_an_anchor_that_most_contradict_does_not_count_wherever_the_liar_is() ->
         assert not of(effects, GiveUp)
 
 
+@pytest.mark.parametrize("trusted", ["", "b"])
+def test_half_of_four_are_not_most_unless_one_is_trusted(trusted: str) -> None:
+    g = offering(5, 5, 5, 5, trusted=trusted)
+    g.says = {name: {"equal": False} for name in "cd"}
+    said = texts(g.arrive("a", 0, 5))
+    assert ("not confirmed by 'c'; 'd'" in said) is (not trusted)
+    assert (0 in g.state.got) is bool(trusted)
+
+
 def test_one_of_four_that_claims_the_newest_version_gives_way_to_the_next() -> None:
     g = offering(6, 5, 5, 5, changes=(CHANGE, CHANGE))
     g.says = {name: {"apart": 10 * MOST_CHANGES * CHANGE} for name in "bcd"}
@@ -291,6 +300,7 @@ def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
 def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() -> None:
     g = offering(5, 5, 5, mute="bc")
     g.arrive("a", 0, 5)
+    assert asked(g.offer("b", 5, 5), ballots=True) == [("b", 0)], "it may be lost"
     effects = g.offer("b", 5, 5, incarnation=2)
     assert asked(effects, ballots=True) == [("b", 0)]
     (awaited,) = (e for e in of(effects, AwaitAnchor) if e.sample)
@@ -298,6 +308,7 @@ def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() 
     g.vote("b", 0, incarnation=1, equal=False)
     assert not g.state.claims[0].votes
     g.vote("b", 0, incarnation=2)
+    assert asked(g.offer("b", 5, 5, incarnation=2), ballots=True) == []
     assert asked(g.offer("b", 5, 5, incarnation=3), ballots=True) == [("b", 0)]
     assert not g.state.claims[0].votes, "it voted, and is asked anew"
 
@@ -380,6 +391,8 @@ def test_an_island_of_this_term_of_another_coordinator_has_other_values() -> Non
     assert not g.state.members
     g.offer("a", 6, 9, term_name="n")
     assert g.state.members
+    g.offer("b", term_name="n", versions=(Version(1, 6), Version(7, 9)))
+    assert g.state.term == 2, "it is the log that tells"
 
 
 def test_an_island_of_a_later_term_shows_that_this_state_is_an_old_one() -> None:

@@ -11,7 +11,7 @@ from kit import Driver, joined, kinds, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases, ledger
-from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS, GRANTS_AT_ONCE
 from diloco_jax.protocol.coordinator.state import (
     Effect,
     Persist,
@@ -88,6 +88,14 @@ def test_data_is_leased_no_faster_than_the_step_time_allows() -> None:
         made += 7
         d.report("a", made, step_seconds=0.1)
         assert d.state.islands["a"].sequences_granted >= 2 * (made + 300)
+
+
+def test_in_a_moment_only_the_largest_grants_are_given() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", step_seconds=1.0)
+    for _ in range(9):
+        d.report("a", d.state.islands["a"].sequences_granted)
+    assert len(spans(d.effects)) == GRANTS_AT_ONCE
 
 
 def test_no_position_is_granted_to_two_islands() -> None:

@@ -15,10 +15,13 @@ from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
+    MOST_NAMED,
     Effect,
     FoundTerm,
     GiveUp,
     Postpone,
+    listed,
+    run_of_most,
 )
 from diloco_jax.protocol.coordinator.state import Alert, Tell
 from diloco_jax.protocol.messages import FIRST_VERSION, Refused, Version, Welcome
@@ -79,6 +82,7 @@ def test_offers_are_awaited_from_the_first_one_on() -> None:
     assert anchors.next_deadline(g.state, g.now) == g.now + PATIENCE_S
     assert asked(g.wait(0.9 * PATIENCE_S)) == []
     g.hear("a")
+    assert asked(g.offer("c", 0, 0)) == []
     assert asked(g.wait(0.1 * PATIENCE_S)) == [("a", 0)]
 
 
@@ -122,6 +126,19 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
     assert isinstance(of(effects, Tell)[0].message, Welcome)
     assert asked(effects) == [("a", 0)], "the request may be lost"
     assert g.wait(CONFIG.lease_s * 0.2) == []
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_who_is_cut_off_or_silent_is_not_here(silent: bool) -> None:
+    g = Searching("abc")
+    g.offer("a", 1, 1)
+    if silent:
+        g.now += CONFIG.lease_s
+    else:
+        g.lose("a")
+    g.offer("b", 1, 1)
+    assert asked(g.offer("c", 1, 1)) == []
+    assert asked(g.offer("a", 2, 1)) == [("a", 0), ("b", 1)]
 
 
 def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
@@ -440,6 +457,18 @@ def test_the_run_of_most_islands_goes_on() -> None:
     assert (opened.run_id, opened.term) == ("run-1", 2), "no claim of run-2 counts"
 
 
+@pytest.mark.parametrize(
+    ("runs", "most"), [("a", "a"), ("aab", "a"), ("abc", ""), ("aabbc", ""), ("", "")]
+)
+def test_a_run_is_that_of_most_if_no_other_one_has_as_many(runs, most) -> None:
+    assert run_of_most(runs) == most
+
+
+@pytest.mark.parametrize(("more", "rest"), [(0, ""), (1, "; and 1 more")])
+def test_of_many_some_are_named_and_the_others_counted(more: int, rest: str) -> None:
+    assert listed(["x"] * (MOST_NAMED + more)) == "; ".join("x" * MOST_NAMED) + rest
+
+
 def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
     g = Searching()
     g.offer("a", 1, 1)
@@ -488,6 +517,11 @@ def test_news_of_another_run_do_not_count() -> None:
     g.arrive("a", 0, 1)
     opened = found(g.arrive("a", 1, 1))
     assert (opened.term, opened.tokens) == (2, 300)
+    g = Searching("ab")
+    g.offer("a", 1, 1, term=4)
+    g.offer("a", incarnation=2, run_id="run-2")
+    assert asked(g.offer("b", 1, 1)) == [("a", 0), ("b", 1)]
+    assert g.state.term == 5, "nor do they hide those of the run"
 
 
 COMPILE_S = 600.0
