@@ -27,7 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     Timer,
 )
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
-from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused, Version
+from diloco_jax.protocol.messages import MAX_TEXT, NOTHING, Hello, Refused, Version
 
 FEWEST_TO_DISBELIEVE = 3
 FAR = 2
@@ -261,11 +261,12 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 def claims_of(offer: Hello) -> Known:
     """Return the values that an island claims to know."""
+    versions = (NOTHING, *offer.versions)
     return Known(
-        term=max([offer.term, *(version.term for version in offer.versions)]),
+        term=max(offer.term, *(version.term for version in versions)),
         tokens=offer.tokens,
         next_position=offer.next_position,
-        merges=max((version.number for version in offer.versions), default=0),
+        merges=max(version.number for version in versions),
     )
 
 

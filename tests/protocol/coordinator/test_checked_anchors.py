@@ -16,7 +16,7 @@ from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.protocol.holding import AwaitAnchor
 from diloco_jax.protocol.messages import Version
 
-CHANGE = 2.0
+CHANGE = 0.5
 
 
 def offering(
@@ -134,17 +134,20 @@ def test_who_has_it_under_its_name_of_an_earlier_term_confirms_it(
 def test_with_fewer_than_three_finite_is_enough_and_people_are_told() -> None:
     g = offering(5, 4)
     g.arrive("a", 0, 5)
+    assert g.vote("b", 0) == [], "it counts already"
     effects = g.arrive("a", 1, 5)
     assert of(effects, FoundTerm)
     assert "goes on with values of 'a', which no majority has checked" in texts(effects)
     g = offering(5, 5, 5)
     g.arrive("a", 0, 5)
+    assert asked(g.offer("d", 5, 5), ballots=True) == [], "it counts already"
     assert "no majority" not in texts(g.arrive("b", 1, 5))
 
 
-def torn(**aim: Any) -> tuple[Searching, list[Effect]]:
-    """Islands a and b differ in fragment 0."""
+def torn(after_s: float = 0.0, **aim: Any) -> tuple[Searching, list[Effect]]:
+    """Islands a and b differ in fragment 0, which comes after so long."""
     g = offering(5, 5, **aim)
+    g.pass_time(after_s, "ab")
     g.says = {"b": {"equal": False}, "a": {"equal": False}}
     return g, g.arrive("a", 0, 5)
 
@@ -242,10 +245,14 @@ def test_where_nobody_decides_the_coordinator_ends_and_names_both() -> None:
     assert "again with --trust and the island" in end.message
 
 
-def test_it_ends_at_the_moment_at_which_the_wait_for_a_third_does() -> None:
-    g, _ = torn()
+@pytest.mark.parametrize("after_s", [0.0, PATIENCE_S + 10])
+def test_it_ends_at_the_moment_at_which_the_wait_for_a_third_does(
+    after_s: float,
+) -> None:
+    g, _ = torn(after_s)
     g.arrive("b", 1, 5)
     until = g.state.claims[0].waits_until
+    assert until >= g.now + CONFIG.outage_budget_s
     g.pass_time(until - g.now - 1.0, "ab")
     assert anchors.next_deadline(g.state, g.now) == until
     assert of(g.wait(until - g.now), GiveUp)

@@ -300,7 +300,9 @@ def test_one_of_three_that_claims_far_more_is_not_believed(
 def test_an_island_that_was_alone_for_long_is_believed() -> None:
     g = Searching("abc")
     g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
-    g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
+    g.offer(
+        "b", 90, 90, tokens=CONFIG.total_tokens // 2 + 1, term=5, next_position=2**20
+    )
     effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
     assert not of(effects, Refused)
     assert asked(effects) == [("b", 0)]
@@ -393,6 +395,7 @@ def test_grants_begin_beyond_those_that_nobody_may_have_heard_of(
     [
         ({"differences": ("seed: 0 here, 1 there",)}, "another config: seed: 0 here"),
         ({"run_id": "run-2"}, "'x' is in run run-2, and this coordinator gathers"),
+        ({"run_id": ""}, "'x' offers anchors of no run"),
     ],
 )
 @pytest.mark.parametrize("phase", ["waiting", "fetching"])
@@ -476,6 +479,7 @@ def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
     leases = (PATIENCE_S + CONFIG.outage_budget_s) / CONFIG.lease_s
     for _ in range(int(2 * leases) - 1):
         assert not of(g.wait(0.5 * CONFIG.lease_s), GiveUp)
+        assert anchors.next_deadline(g.state, g.now) <= g.state.decided_by
         g.hear("a")
         g.hear("b")
     assert anchors.next_deadline(g.state, g.now) <= g.now + 0.5 * CONFIG.lease_s
