@@ -14,7 +14,7 @@ from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
 from diloco_jax.protocol.coordinator.search import Effect, FoundTerm, GiveUp
 from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.protocol.holding import AwaitAnchor
-from diloco_jax.protocol.messages import Version
+from diloco_jax.protocol.messages import MAX_COUNT, Version
 
 CHANGE = 0.5
 
@@ -169,6 +169,13 @@ def test_two_that_differ_wait_for_a_third_which_decides() -> None:
         assert g.state.got[0].island == island
 
 
+def test_while_a_third_may_vote_nobody_is_told_that_two_differ() -> None:
+    g = offering(5, 5, 5, mute="c")
+    g.says["b"] = {"equal": False}
+    g.arrive("a", 0, 5)
+    assert not anchors.notices(g.state)
+
+
 def test_one_that_differs_and_starts_again_is_asked_anew_and_differs_until_then() -> (
     None
 ):
@@ -300,6 +307,7 @@ def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
         awaited = [e for e in of(effects, AwaitAnchor) if e.sample]
         assert len({e.sample for e in awaited}) == 1, "one for all who vote"
         assert {e.island for e in awaited} == {"b", "c"}
+        assert 0 < awaited[0].sample <= MAX_COUNT
         drawn.add(awaited[0].sample)
     assert len(drawn) == 2
 

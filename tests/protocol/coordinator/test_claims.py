@@ -122,7 +122,7 @@ def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
 @pytest.mark.parametrize(
     ("steps", "granted", "counted", "shown"),
     [
-        (10, 10, 10, ""),
+        (100, 100, 100, ""),
         (11, 10, 0, "11 steps of 1"),
         (90, 101, 0, "granted at most 100"),
         (10, 10, 11, "has 110 tokens of its steps, but its 10 steps have 100"),
