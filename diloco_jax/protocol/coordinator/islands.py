@@ -98,7 +98,7 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         return NEAR * shown_s
 
     def next_incarnation(
-        self, now: float, most_s: float, under_way_s: float = 0.0
+        self, now: float, most_s: float, under_way_s: float
     ) -> WallTime:
         """Return the wall time of the next incarnation, which keeps at most `most_s`
         unused. Its speed is measured on: else a liar would come again before each
@@ -327,7 +327,7 @@ def donors(
             Donor(island=one.name, addresses=one.gives_at)
             for one in live
             if one.gives_at
-            and sum(one.complaints.get(o.name, 0.0) > now for o in live) < enough
+            and sum(one.complaints.get(o.name, now) > now for o in live) < enough
         ]
         if fit:
             chosen[region] = tuple(fit[:DONORS])

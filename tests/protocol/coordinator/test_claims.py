@@ -64,13 +64,13 @@ def test_an_island_may_make_every_step_that_was_leased_to_it() -> None:
 @pytest.mark.parametrize("believed", [0, 7])
 def test_more_steps_than_were_leased_are_not_believed(believed: int) -> None:
     d = Driver(total_tokens=10**4)
-    d.hello("a")
+    d.hello("a", sequences_per_step=2)
     d.report("a", believed, step_seconds=0)
     effects = d.report("a", LEASED + 1, step_seconds=0)
     assert d.state.phase == "running"
     assert d.state.progress_tokens == believed * TOKENS_PER_STEP
     assert d.totals("a").lost == ({"refused": 10 * believed} if believed else {})
-    put_out(d, effects, f"{LEASED + 1} steps of 1", f"{LEASED} were leased to it")
+    put_out(d, effects, f"{LEASED + 1} steps of 2", f"{2 * LEASED} were leased to it")
 
 
 def record(**fields: Any) -> Record:
@@ -365,6 +365,12 @@ def test_time_counts_for_less_as_it_gets_older(steps, memory_s, changed) -> None
     """By the half after ten seconds, and by three quarters after thirty."""
     expected = replace(AT_30, heard_at=40.0, unused_s=5.0, **changed)
     assert AT_30.heard(40.0, 5.0, steps, memory_s) == expected
+
+
+@pytest.mark.parametrize(("most_s", "unused_s"), [(99.0, LATE_S + 15), (3.0, 3.0)])
+def test_the_next_incarnation_is_as_fast_as_the_one_before(most_s, unused_s) -> None:
+    expected = replace(AT_30, heard_at=40.0, unused_s=unused_s, stepped_at=0.0)
+    assert AT_30.next_incarnation(40.0, most_s, under_way_s=5.0) == expected
 
 
 def test_time_that_the_clock_lacks_has_passed_since_all_that_was_heard() -> None:
