@@ -4,6 +4,8 @@ the books: what the totals are, and that errors in them are found.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,13 +144,13 @@ def test_what_an_island_holds_at_most_is_twice_an_outage_budget(
 @pytest.mark.parametrize(
     ("last", "granted", "left"),
     [
-        (Span(500, 600), [Span(500, 512)], (Span(512, 600),)),
-        (Span(500, 511), [Span(500, 511), Span(600, 601)], ()),
+        ([(500, 540), (550, 600)], [Span(500, 512)], ((512, 540), (550, 600))),
+        ([(500, 511)], [Span(500, 511), Span(600, 601)], ()),
     ],
 )
 def test_a_grant_is_made_of_as_many_spans_as_it_takes(last, granted, left) -> None:
     d = Driver(outage_budget_s=30.0)
-    free = (Span(0, 10), Span(100, 140), last)
+    free = (Span(0, 10), Span(100, 140), *itertools.starmap(Span, last))
     d.state = replace(d.state, free_spans=free, next_position=600)
     d.hello("a", step_seconds=1.0)
     assert spans(d.effects) == [Span(0, 10), Span(100, 140), *granted]
