@@ -18,6 +18,7 @@ outlives it: the lead ends, and the worker begins anew from its disk.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,13 +36,14 @@ from diloco_jax.protocol.messages import (
 @functools.lru_cache(maxsize=8)
 def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
     """Return the worker of each fragment: the largest fragment first, each to the
-    worker with the fewest parameters. sizes: parameters by fragment."""
-    held, dealt = [0] * workers, [0] * len(sizes)
-    for fragment in sorted(range(len(sizes)), key=lambda f: (-sizes[f], f)):
-        worker = min(range(workers), key=lambda w: (held[w], w))
+    worker with the fewest parameters; among equals, the first to the first. sizes:
+    parameters by fragment."""
+    held, dealt = Counter[int](), dict[int, int]()
+    for fragment in sorted(range(len(sizes)), key=lambda f: -sizes[f]):
+        worker = min(range(workers), key=lambda w: held[w])
         held[worker] += sizes[fragment]
         dealt[fragment] = worker
-    return tuple(dealt)
+    return tuple(dealt[fragment] for fragment in range(len(sizes)))
 
 
 # ---- at a start -------------------------------------------------------------

@@ -126,13 +126,9 @@ def common_spans(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, .
 
 
 def _cut(span: Span, taken: Span) -> Iterable[Span]:
-    if taken.stop <= span.start or span.stop <= taken.start:
-        yield span
-        return
-    if span.start < taken.start:
-        yield Span(span.start, taken.start)
-    if taken.stop < span.stop:
-        yield Span(taken.stop, span.stop)
+    before = Span(span.start, min(span.stop, taken.start))
+    after = Span(max(span.start, taken.stop), span.stop)
+    return [part for part in (before, after) if part.start < part.stop]
 
 
 OfFragment = Literal["took", "adopted", "reopened", "dropped", "reset", "carried"]

@@ -138,5 +138,5 @@ def asked(effects: Sequence[Effect], *, ballots: bool = False) -> list[tuple[str
         (tell.session.rstrip("0123456789"), tell.message.fragment)
         for tell in of(effects, Tell)
         if isinstance(tell.message, AnchorRequest)
-        if bool(tell.message.sample) is ballots
+        if (tell.message.sample != 0) is ballots
     ]

@@ -166,6 +166,10 @@ def test_what_is_none_of_these_is_refused(line, what):
         records.from_log(line)
 
 
+def test_a_version_has_a_name() -> None:
+    assert messages.Version.named("2-17") == messages.Version(2, 17)
+
+
 # ---- ranges as sets: the same as sets of numbers ----
 
 

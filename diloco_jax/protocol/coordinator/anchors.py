@@ -19,8 +19,10 @@ by ballots of the others that offer, or by the one of them that a person trusts.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -150,6 +152,11 @@ def _version(state: Search, name: str, fragment: int) -> Version:
     if state.aim.first:
         return FIRST_VERSION
     return state.members[name].offer.versions[fragment]
+
+
+def _highest(heard: Mapping[str, Heard]) -> Known:
+    """Return the highest values of which any island has heard."""
+    return functools.reduce(Known.higher, (h.known for h in heard.values()), Known())
 
 
 def _vote(state: Search, anchor: AnchorKept, event: AnchorCompared) -> Vote:
@@ -307,9 +314,10 @@ class _Turn(OneStep[Search]):
                 self._put_off(member.offer, other.message)
         ours = ("", run_id)
         members = {n: m for n, m in state.members.items() if m.offer.run_id in ours}
-        heard = {n: h for n, h in state.heard.items() if h.run_id in ours}
         # A member may have said hello again without anchors, and in another run.
-        claimed = [h.known for name, h in heard.items() if name in members]
+        heard = {n: Heard(run_id, claims_of(m.offer)) for n, m in members.items()}
+        heard |= {n: h for n, h in state.heard.items() if h.run_id in ours}
+        claimed = [heard[name].known for name in members]
         limits = believed_limits(claimed, self.config.total_tokens)
         for name in [n for n, h in heard.items() if too_high(h.known, limits)]:
             wrong = too_high(heard.pop(name).known, limits)
@@ -317,7 +325,7 @@ class _Turn(OneStep[Search]):
                 self._disbelieve(members.pop(name).offer, wrong)
         term = FIRST_VERSION.term
         if not state.aim.first:
-            term = 1 + max((h.known.term for h in heard.values()), default=0)
+            term = 1 + _highest(heard).term
         self.set(
             phase="fetching",
             limits=limits,
@@ -595,8 +603,7 @@ class _Turn(OneStep[Search]):
         state, config = self.state, self.config
         known = Known()
         if not state.aim.first:
-            for heard in state.heard.values():
-                known = known.higher(heard.known)
+            known = _highest(state.heard)
             unheard = max(
                 leases.most_unheard(
                     config, claims.believed_step_s(config, o), o.sequences_per_step

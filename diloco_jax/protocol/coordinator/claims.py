@@ -34,8 +34,7 @@ def wrong(island: Island, said: Report | Hello) -> str:
     steps = max(island.steps, said.steps)
     if isinstance(said, Hello):
         return _wrong_takes(steps, said.outstanding)
-    new = (r for r in said.records if r.seq > island.records_through)
-    return _wrong_records(steps, new)
+    return _wrong_records(steps, said.records)
 
 
 def heard(

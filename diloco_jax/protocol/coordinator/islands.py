@@ -98,7 +98,7 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         return NEAR * shown_s
 
     def next_incarnation(
-        self, now: float, most_s: float, under_way_s: float = 0.0
+        self, now: float, most_s: float, under_way_s: float
     ) -> WallTime:
         """Return the wall time of the next incarnation, which keeps at most `most_s`
         unused. Its speed is measured on: else a liar would come again before each
@@ -266,8 +266,8 @@ class Islands(dict[str, Island]):
         if before is not None:
             after.computed_tokens -= before.computed_tokens
         after.expiry = self.expiry
-        if island.lease_until < self.expiry and island.status == "live":
-            after.expiry = island.lease_until
+        if island.status == "live":
+            after.expiry = min(self.expiry, island.lease_until)
         after.standing = self.standing
         if before is None or _differs(before, island):
             after.standing = _standing(after)
@@ -327,7 +327,7 @@ def donors(
             Donor(island=one.name, addresses=one.gives_at)
             for one in live
             if one.gives_at
-            and sum(one.complaints.get(o.name, 0.0) > now for o in live) < enough
+            and sum(one.complaints.get(o.name, now) > now for o in live) < enough
         ]
         if fit:
             chosen[region] = tuple(fit[:DONORS])

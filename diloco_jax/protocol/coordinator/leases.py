@@ -199,12 +199,14 @@ def _outside(
     found: list[Span] = []
     for lease in leases:
         shift = lease.span.start - lease.offset
-        until = lease.offset + lease.span.stop - lease.span.start
         low = bisect.bisect_left(
             merged, lease.offset, key=lambda span: span.stop * sequences_per_step
         )
         high = bisect.bisect_left(
-            merged, until, low, key=lambda span: span.start * sequences_per_step
+            merged,
+            lease.span.stop - shift,
+            low,
+            key=lambda span: span.start * sequences_per_step,
         )
         taken = (
             Span(a * sequences_per_step + shift, b * sequences_per_step + shift)

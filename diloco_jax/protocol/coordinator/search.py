@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     Timer,
 )
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
-from diloco_jax.protocol.messages import MAX_TEXT, Hello, Refused, Version
+from diloco_jax.protocol.messages import MAX_TEXT, NOTHING, Hello, Refused, Version
 
 FEWEST_TO_DISBELIEVE = 3
 FAR = 2
@@ -262,11 +261,12 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 def claims_of(offer: Hello) -> Known:
     """Return the values that an island claims to know."""
+    versions = (NOTHING, *offer.versions)
     return Known(
-        term=max([offer.term, *(version.term for version in offer.versions)]),
+        term=max(offer.term, *(version.term for version in versions)),
         tokens=offer.tokens,
         next_position=offer.next_position,
-        merges=max((version.number for version in offer.versions), default=0),
+        merges=max(version.number for version in versions),
     )
 
 
@@ -311,10 +311,8 @@ def may_have_become(offered: Version, arrived: Version) -> bool:
 
 def run_of_most(run_ids: Iterable[str]) -> str:
     """Return the run of most islands; empty if two have as many."""
-    ranked = Counter(run_ids).most_common(2)
-    if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
-        return ""
-    return ranked[0][0] if ranked else ""
+    most = statistics.multimode(run_ids)
+    return most[0] if len(most) == 1 else ""
 
 
 def runs_apart(offers: Iterable[Hello]) -> str:

@@ -14,9 +14,9 @@ from diloco_jax.protocol.coordinator.anchors import MERGES_APART, MOST_CHANGES
 from diloco_jax.protocol.coordinator.search import Effect, FoundTerm, GiveUp
 from diloco_jax.protocol.coordinator.state import Alert
 from diloco_jax.protocol.holding import AwaitAnchor
-from diloco_jax.protocol.messages import Version
+from diloco_jax.protocol.messages import MAX_COUNT, Version
 
-CHANGE = 2.0
+CHANGE = 0.5
 
 
 def offering(
@@ -62,6 +62,15 @@ def test_an_anchor_that_most_contradict_does_not_count_wherever_the_liar_is() ->
             effects = g.arrive("a", 0, 5)
         assert g.state.got[0].island != liar
         assert not of(effects, GiveUp)
+
+
+@pytest.mark.parametrize("trusted", ["", "b"])
+def test_half_of_four_are_not_most_unless_one_is_trusted(trusted: str) -> None:
+    g = offering(5, 5, 5, 5, trusted=trusted)
+    g.says = {name: {"equal": False} for name in "cd"}
+    said = texts(g.arrive("a", 0, 5))
+    assert ("not confirmed by 'c'; 'd'" in said) is (not trusted)
+    assert (0 in g.state.got) is bool(trusted)
 
 
 def test_one_of_four_that_claims_the_newest_version_gives_way_to_the_next() -> None:
@@ -125,17 +134,20 @@ def test_who_has_it_under_its_name_of_an_earlier_term_confirms_it(
 def test_with_fewer_than_three_finite_is_enough_and_people_are_told() -> None:
     g = offering(5, 4)
     g.arrive("a", 0, 5)
+    assert g.vote("b", 0) == [], "it counts already"
     effects = g.arrive("a", 1, 5)
     assert of(effects, FoundTerm)
     assert "goes on with values of 'a', which no majority has checked" in texts(effects)
     g = offering(5, 5, 5)
     g.arrive("a", 0, 5)
+    assert asked(g.offer("d", 5, 5), ballots=True) == [], "it counts already"
     assert "no majority" not in texts(g.arrive("b", 1, 5))
 
 
-def torn(**aim: Any) -> tuple[Searching, list[Effect]]:
-    """Islands a and b differ in fragment 0."""
+def torn(after_s: float = 0.0, **aim: Any) -> tuple[Searching, list[Effect]]:
+    """Islands a and b differ in fragment 0, which comes after so long."""
     g = offering(5, 5, **aim)
+    g.pass_time(after_s, "ab")
     g.says = {"b": {"equal": False}, "a": {"equal": False}}
     return g, g.arrive("a", 0, 5)
 
@@ -155,6 +167,13 @@ def test_two_that_differ_wait_for_a_third_which_decides() -> None:
             g.arrive("b", 1, 5)
             g.arrive("c", 0, 5)
         assert g.state.got[0].island == island
+
+
+def test_while_a_third_may_vote_nobody_is_told_that_two_differ() -> None:
+    g = offering(5, 5, 5, mute="c")
+    g.says["b"] = {"equal": False}
+    g.arrive("a", 0, 5)
+    assert not anchors.notices(g.state)
 
 
 def test_one_that_differs_and_starts_again_is_asked_anew_and_differs_until_then() -> (
@@ -233,10 +252,14 @@ def test_where_nobody_decides_the_coordinator_ends_and_names_both() -> None:
     assert "again with --trust and the island" in end.message
 
 
-def test_it_ends_at_the_moment_at_which_the_wait_for_a_third_does() -> None:
-    g, _ = torn()
+@pytest.mark.parametrize("after_s", [0.0, PATIENCE_S + 10])
+def test_it_ends_at_the_moment_at_which_the_wait_for_a_third_does(
+    after_s: float,
+) -> None:
+    g, _ = torn(after_s)
     g.arrive("b", 1, 5)
     until = g.state.claims[0].waits_until
+    assert until >= g.now + CONFIG.outage_budget_s
     g.pass_time(until - g.now - 1.0, "ab")
     assert anchors.next_deadline(g.state, g.now) == until
     assert of(g.wait(until - g.now), GiveUp)
@@ -284,6 +307,7 @@ def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
         awaited = [e for e in of(effects, AwaitAnchor) if e.sample]
         assert len({e.sample for e in awaited}) == 1, "one for all who vote"
         assert {e.island for e in awaited} == {"b", "c"}
+        assert 0 < awaited[0].sample <= MAX_COUNT
         drawn.add(awaited[0].sample)
     assert len(drawn) == 2
 
@@ -291,6 +315,7 @@ def test_a_sample_is_drawn_once_the_claim_is_there() -> None:
 def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() -> None:
     g = offering(5, 5, 5, mute="bc")
     g.arrive("a", 0, 5)
+    assert asked(g.offer("b", 5, 5), ballots=True) == [("b", 0)], "it may be lost"
     effects = g.offer("b", 5, 5, incarnation=2)
     assert asked(effects, ballots=True) == [("b", 0)]
     (awaited,) = (e for e in of(effects, AwaitAnchor) if e.sample)
@@ -298,6 +323,7 @@ def test_another_process_votes_anew_and_a_ballot_of_the_one_before_is_nothing() 
     g.vote("b", 0, incarnation=1, equal=False)
     assert not g.state.claims[0].votes
     g.vote("b", 0, incarnation=2)
+    assert asked(g.offer("b", 5, 5, incarnation=2), ballots=True) == []
     assert asked(g.offer("b", 5, 5, incarnation=3), ballots=True) == [("b", 0)]
     assert not g.state.claims[0].votes, "it voted, and is asked anew"
 
@@ -380,6 +406,8 @@ def test_an_island_of_this_term_of_another_coordinator_has_other_values() -> Non
     assert not g.state.members
     g.offer("a", 6, 9, term_name="n")
     assert g.state.members
+    g.offer("b", term_name="n", versions=(Version(1, 6), Version(7, 9)))
+    assert g.state.term == 2, "it is the log that tells"
 
 
 def test_an_island_of_a_later_term_shows_that_this_state_is_an_old_one() -> None:

@@ -4,6 +4,7 @@ it and the coordinator's clock; who is let in, and whose bytes are wanted.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, make_config, of, only, persisted, took
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import takes
+from diloco_jax.protocol.coordinator import claims, takes
 from diloco_jax.protocol.coordinator.islands import (
     FASTER,
     FIRST_LEASE_STEPS,
     LATE_S,
+    WallTime,
 )
 from diloco_jax.protocol.coordinator.state import Effect, MachineSlept
 from diloco_jax.protocol.holding import Merge
@@ -62,13 +64,13 @@ def test_an_island_may_make_every_step_that_was_leased_to_it() -> None:
 @pytest.mark.parametrize("believed", [0, 7])
 def test_more_steps_than_were_leased_are_not_believed(believed: int) -> None:
     d = Driver(total_tokens=10**4)
-    d.hello("a")
+    d.hello("a", sequences_per_step=2)
     d.report("a", believed, step_seconds=0)
     effects = d.report("a", LEASED + 1, step_seconds=0)
     assert d.state.phase == "running"
     assert d.state.progress_tokens == believed * TOKENS_PER_STEP
     assert d.totals("a").lost == ({"refused": 10 * believed} if believed else {})
-    put_out(d, effects, f"{LEASED + 1} steps of 1", f"{LEASED} were leased to it")
+    put_out(d, effects, f"{LEASED + 1} steps of 2", f"{2 * LEASED} were leased to it")
 
 
 def record(**fields: Any) -> Record:
@@ -120,7 +122,7 @@ def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
 @pytest.mark.parametrize(
     ("steps", "granted", "counted", "shown"),
     [
-        (10, 10, 10, ""),
+        (100, 100, 100, ""),
         (11, 10, 0, "11 steps of 1"),
         (90, 101, 0, "granted at most 100"),
         (10, 10, 11, "has 110 tokens of its steps, but its 10 steps have 100"),
@@ -286,10 +288,12 @@ def test_a_step_takes_the_time_of_all_its_sequences() -> None:
     d.hello("a", sequences_per_step=8, step_seconds=LIE_S)
     assert d.state.islands["a"].step_seconds == 8 * LEAST_S
     d.report("a", 0)
-    d.now += 80 * LEAST_S
-    d.report("a", int(FASTER * (80 + LATE_S / LEAST_S) / 8))
+    d.now += 78 * LEAST_S
+    most = FASTER * (78 + LATE_S / LEAST_S) / 8
+    assert most == 20, "without a rest"
+    d.report("a", 20)
     assert is_in(d)
-    d.report("a", int(FASTER * (80 + LATE_S / LEAST_S) / 8) + 1)
+    d.report("a", 21)
     assert not is_in(d)
 
 
@@ -311,6 +315,67 @@ def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
     most = 30.0 + 64 * LEAST_S + LATE_S
     d.report("a", int(FASTER * most / LEAST_S) + 1, step_seconds=LIE_S)
     assert not is_in(d)
+
+
+@pytest.mark.parametrize(
+    ("known", "least_s", "most_s"),
+    [
+        (WallTime(), 0.0, math.inf),
+        (WallTime(training_s=LATE_S / 2, steps=100), LATE_S / 404, math.inf),
+        (WallTime(training_s=LATE_S), LATE_S / 2, 2 * LATE_S),
+        (WallTime(training_s=40.0), 20.0, 80.0),
+        (WallTime(training_s=40.0, steps=4), 4.0, 20.0),
+        (WallTime(training_s=40.0, steps=4, stepping_s=90.0, stepped=3), 4.0, 60.0),
+    ],
+)
+def test_a_step_time_is_known_within_a_factor_of_two(known, least_s, most_s) -> None:
+    assert known.least_step_s == pytest.approx(least_s)
+    assert known.most_step_s == most_s
+
+
+AT_30 = WallTime(
+    heard_at=30.0,
+    training_s=20.0,
+    steps=8.0,
+    stepped_at=10.0,
+    stepping_s=24.0,
+    stepped=12.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory_s", "changed"),
+    [
+        (0, 0.0, {"stepped_at": 0.0}),
+        (0, 10.0, {"training_s": 10.0 + 10, "steps": 4.0}),
+        (
+            3,
+            10.0,
+            {
+                "training_s": 10.0 + 10,
+                "steps": 4.0 + 3,
+                "stepped_at": 40.0,
+                "stepping_s": 6.0 + 30,
+                "stepped": 3.0 + 3,
+            },
+        ),
+    ],
+)
+def test_time_counts_for_less_as_it_gets_older(steps, memory_s, changed) -> None:
+    """By the half after ten seconds, and by three quarters after thirty."""
+    expected = replace(AT_30, heard_at=40.0, unused_s=5.0, **changed)
+    assert AT_30.heard(40.0, 5.0, steps, memory_s) == expected
+
+
+@pytest.mark.parametrize(("most_s", "unused_s"), [(99.0, LATE_S + 15), (3.0, 3.0)])
+def test_the_next_incarnation_is_as_fast_as_the_one_before(most_s, unused_s) -> None:
+    expected = replace(AT_30, heard_at=40.0, unused_s=unused_s, stepped_at=0.0)
+    assert AT_30.next_incarnation(40.0, most_s, under_way_s=5.0) == expected
+
+
+def test_time_that_the_clock_lacks_has_passed_since_all_that_was_heard() -> None:
+    assert AT_30.slept(3.0) == replace(AT_30, heard_at=27.0, stepped_at=7.0)
+    assert WallTime(heard_at=30.0).slept(3.0) == WallTime(heard_at=27.0)
 
 
 @pytest.mark.parametrize("step_s", [0.5, 5.0, 60.0, 600.0])
@@ -469,6 +534,18 @@ def test_an_island_that_was_cut_off_may_have_used_all_its_data(
     assert d.state.islands["a"].steps == held
     d.now += step_s
     assert of(d.report("a", held, step_seconds=step_s), Granted)
+
+
+@pytest.mark.parametrize(
+    ("granted", "unused_s"), [(0, 10 + 64 * 0.5 + LATE_S), (802, 400 * 0.5 / FASTER)]
+)
+def test_unheard_an_island_used_its_data_or_an_outage(granted, unused_s) -> None:
+    config = make_config(least_seconds={"a": 0.25}, outage_budget_s=10.0)
+    d = Driver(config)
+    d.hello("a", sequences_per_step=2)
+    island = replace(d.state.islands["a"], steps=1, sequences_granted=granted)
+    expected = WallTime(heard_at=7.0, unused_s=unused_s)
+    assert claims.unheard(config, island, 7.0) == expected
 
 
 def test_steps_that_only_the_coordinator_before_had_heard_of_are_believed() -> None:

@@ -4,6 +4,8 @@ the books: what the totals are, and that errors in them are found.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from kit import Driver, joined, kinds, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases, ledger
-from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS, GRANTS_AT_ONCE
 from diloco_jax.protocol.coordinator.state import (
     Effect,
     Persist,
@@ -90,6 +92,14 @@ def test_data_is_leased_no_faster_than_the_step_time_allows() -> None:
         assert d.state.islands["a"].sequences_granted >= 2 * (made + 300)
 
 
+def test_in_a_moment_only_the_largest_grants_are_given() -> None:
+    d = Driver(outage_budget_s=30.0)
+    d.hello("a", step_seconds=1.0)
+    for _ in range(9):
+        d.report("a", d.state.islands["a"].sequences_granted)
+    assert len(spans(d.effects)) == GRANTS_AT_ONCE
+
+
 def test_no_position_is_granted_to_two_islands() -> None:
     d = joined("a", "b")
     for steps in range(0, 300, 50):
@@ -134,13 +144,13 @@ def test_what_an_island_holds_at_most_is_twice_an_outage_budget(
 @pytest.mark.parametrize(
     ("last", "granted", "left"),
     [
-        (Span(500, 600), [Span(500, 512)], (Span(512, 600),)),
-        (Span(500, 511), [Span(500, 511), Span(600, 601)], ()),
+        ([(500, 540), (550, 600)], [Span(500, 512)], ((512, 540), (550, 600))),
+        ([(500, 511)], [Span(500, 511), Span(600, 601)], ()),
     ],
 )
 def test_a_grant_is_made_of_as_many_spans_as_it_takes(last, granted, left) -> None:
     d = Driver(outage_budget_s=30.0)
-    free = (Span(0, 10), Span(100, 140), last)
+    free = (Span(0, 10), Span(100, 140), *itertools.starmap(Span, last))
     d.state = replace(d.state, free_spans=free, next_position=600)
     d.hello("a", step_seconds=1.0)
     assert spans(d.effects) == [Span(0, 10), Span(100, 140), *granted]

@@ -486,6 +486,8 @@ def test_the_runs_term_rises_and_only_that_fragment_begins_anew() -> None:
     assert (record["replaced"], record["lost_tokens"]) == ([1, 1], {})
     assert (d.state.term, d.state.term_name, d.state.books) == (TERM, "n", 1)
     assert [f.version for f in d.state.fragments] == [Version(TERM, 1), Version(1, 1)]
+    known = recovery.versions_known(d.fragment(0), {})
+    assert list(known) == [Version(1, 0), Version(1, 1), Version(TERM, 1)]
     effects = d.back("a")
     welcome = only(effects, Welcome)
     assert (welcome.resumed, welcome.term, welcome.anew) == (True, TERM, ())

@@ -99,6 +99,15 @@ def test_a_scene_of_crashes(first: str, text: str) -> None:
     scene(begun(first, joined=joined), text)
 
 
+def test_a_merge_in_the_log_settles_its_tick_and_says_nothing_of_deltas() -> None:
+    d = joined("a")
+    d.play("a=2 a/0=2 /0")
+    tick = d.fragment(0).tick
+    d.crash()
+    assert d.fragment(0).tick == tick > 0
+    assert d.state.islands["a"].streak == 0
+
+
 def test_a_reunion_is_not_measured_by_the_clock_of_another_process() -> None:
     d = joined("a", reunion_s=20.0)
     d.crash(replace(d.state, reunion_until=d.now + 1e6))

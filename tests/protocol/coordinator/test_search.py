@@ -15,10 +15,13 @@ from diloco_jax.protocol.coordinator import anchors, recovery
 from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.coordinator.search import (
     MERGES_AHEAD,
+    MOST_NAMED,
     Effect,
     FoundTerm,
     GiveUp,
     Postpone,
+    listed,
+    run_of_most,
 )
 from diloco_jax.protocol.coordinator.state import Alert, Tell
 from diloco_jax.protocol.messages import FIRST_VERSION, Refused, Version, Welcome
@@ -79,6 +82,7 @@ def test_offers_are_awaited_from_the_first_one_on() -> None:
     assert anchors.next_deadline(g.state, g.now) == g.now + PATIENCE_S
     assert asked(g.wait(0.9 * PATIENCE_S)) == []
     g.hear("a")
+    assert asked(g.offer("c", 0, 0)) == []
     assert asked(g.wait(0.1 * PATIENCE_S)) == [("a", 0)]
 
 
@@ -122,6 +126,19 @@ def test_a_connection_that_breaks_is_waited_for() -> None:
     assert isinstance(of(effects, Tell)[0].message, Welcome)
     assert asked(effects) == [("a", 0)], "the request may be lost"
     assert g.wait(CONFIG.lease_s * 0.2) == []
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_who_is_cut_off_or_silent_is_not_here(silent: bool) -> None:
+    g = Searching("abc")
+    g.offer("a", 1, 1)
+    if silent:
+        g.now += CONFIG.lease_s
+    else:
+        g.lose("a")
+    g.offer("b", 1, 1)
+    assert asked(g.offer("c", 1, 1)) == []
+    assert asked(g.offer("a", 2, 1)) == [("a", 0), ("b", 1)]
 
 
 def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
@@ -283,7 +300,9 @@ def test_one_of_three_that_claims_far_more_is_not_believed(
 def test_an_island_that_was_alone_for_long_is_believed() -> None:
     g = Searching("abc")
     g.offer("a", 50, 50, tokens=CONFIG.total_tokens // 4)
-    g.offer("b", 90, 90, tokens=CONFIG.total_tokens // 2, term=5, next_position=2**20)
+    g.offer(
+        "b", 90, 90, tokens=CONFIG.total_tokens // 2 + 1, term=5, next_position=2**20
+    )
     effects = g.offer("c", 50, 50, tokens=CONFIG.total_tokens // 4)
     assert not of(effects, Refused)
     assert asked(effects) == [("b", 0)]
@@ -376,6 +395,7 @@ def test_grants_begin_beyond_those_that_nobody_may_have_heard_of(
     [
         ({"differences": ("seed: 0 here, 1 there",)}, "another config: seed: 0 here"),
         ({"run_id": "run-2"}, "'x' is in run run-2, and this coordinator gathers"),
+        ({"run_id": ""}, "'x' offers anchors of no run"),
     ],
 )
 @pytest.mark.parametrize("phase", ["waiting", "fetching"])
@@ -440,6 +460,18 @@ def test_the_run_of_most_islands_goes_on() -> None:
     assert (opened.run_id, opened.term) == ("run-1", 2), "no claim of run-2 counts"
 
 
+@pytest.mark.parametrize(
+    ("runs", "most"), [("a", "a"), ("aab", "a"), ("abc", ""), ("aabbc", ""), ("", "")]
+)
+def test_a_run_is_that_of_most_if_no_other_one_has_as_many(runs, most) -> None:
+    assert run_of_most(runs) == most
+
+
+@pytest.mark.parametrize(("more", "rest"), [(0, ""), (1, "; and 1 more")])
+def test_of_many_some_are_named_and_the_others_counted(more: int, rest: str) -> None:
+    assert listed(["x"] * (MOST_NAMED + more)) == "; ".join("x" * MOST_NAMED) + rest
+
+
 def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
     g = Searching()
     g.offer("a", 1, 1)
@@ -447,6 +479,7 @@ def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
     leases = (PATIENCE_S + CONFIG.outage_budget_s) / CONFIG.lease_s
     for _ in range(int(2 * leases) - 1):
         assert not of(g.wait(0.5 * CONFIG.lease_s), GiveUp)
+        assert anchors.next_deadline(g.state, g.now) <= g.state.decided_by
         g.hear("a")
         g.hear("b")
     assert anchors.next_deadline(g.state, g.now) <= g.now + 0.5 * CONFIG.lease_s
@@ -488,6 +521,11 @@ def test_news_of_another_run_do_not_count() -> None:
     g.arrive("a", 0, 1)
     opened = found(g.arrive("a", 1, 1))
     assert (opened.term, opened.tokens) == (2, 300)
+    g = Searching("ab")
+    g.offer("a", 1, 1, term=4)
+    g.offer("a", incarnation=2, run_id="run-2")
+    assert asked(g.offer("b", 1, 1)) == [("a", 0), ("b", 1)]
+    assert g.state.term == 5, "nor do they hide those of the run"
 
 
 COMPILE_S = 600.0
