@@ -623,9 +623,6 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(turn.config, turn.state)
     for fragment in turn.state.fragments:
-        if len(event.versions) == turn.config.fragments:
-            version = event.versions[fragment.index]
-            fragment = takes.adopted(fragment, name, version)
         taken = held.get(fragment.index)
         if taken is None:
             fragment = without_take(turn, fragment, fleet, name)

@@ -191,13 +191,6 @@ def test_a_take_is_of_a_version_of_this_term_that_was_merged(
     assert d.totals("a").lost == {reason: 20}
 
 
-def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> None:
-    d, known = open_for_a, open_for_a.account("a", 0).adopted
-    for version in (Version(1, 1), Version(2, 0)):
-        d.report("a", 2, d.record("a", "adopted", 2, fragment=0, version=version))
-        assert d.account("a", 0).adopted == known
-
-
 def test_the_tape_has_refusals_and_publishes_tell_them_again() -> None:
     d = pair("a", "b")
     d.play("b=1 a=2 a/0~2")
