@@ -79,8 +79,7 @@ def _handle(turn: Turn, event: Event) -> None:
         case SaidAhead():
             members.ahead(turn, event)
         case messages.Hello():
-            if members.hello(turn, event) and turn.state.phase != "running":
-                turn.tell(event.session, messages.Stop())
+            members.hello(turn, event)
         case Said(message=messages.Goodbye() as goodbye):
             members.goodbye(turn, event, goodbye)
         case Said(message=messages.DonorFailed(island=donor)):
