@@ -56,7 +56,9 @@ time alone tells
     deadline -> none
 nobody is missed once the run ends
     joined a b total_tokens=100
-    b.away a=10 +99 ->
+    +20 b.away +50 a=10 +30 ->
+    deadline -> 70
+    +69 ->
     phases -> stopping idle idle
 """
 )

@@ -232,6 +232,7 @@ def test_whatever_happens_a_kept_cycle_is_of_one_moment(moves, draw, every) -> N
         computing += of(d.effects[before:], Merge)
     for effect in of(d.effects, KeepFragment):
         assert effect.version == version_at(d, effect.fragment, effect.cycle)
+        assert effect.merges == effect.version.number
 
 
 class Able(Driver):
@@ -308,6 +309,8 @@ def test_islands_take_turns_and_busy_or_slow_ones_are_passed_over() -> None:
     assert [t[:2] for t in run(d, 28)] == [("b", 7), ("b", 7)], (
         "no cycle is made up for"
     )
+    asked = {name: island.watched_cycle for name, island in d.state.islands.items()}
+    assert asked == {"a": 4, "b": 7, "slow": 0}
 
 
 def test_an_island_that_is_away_ends_its_turn() -> None:

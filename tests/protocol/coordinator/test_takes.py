@@ -266,7 +266,7 @@ def test_counts_of_more_than_the_tokens_are_refused(
     open_for_a: Driver, more: int, refused: bool, bytes_first: bool
 ) -> None:
     d = open_for_a
-    tokens = 2 * d.account("a", 0).tokens_per_step
+    tokens = d.account("a", 0).tokens_per_step  # It is of one step, of two.
     tick = d.tick_of("a", 0)
     here = DeltaArrived(
         island="a",
@@ -278,7 +278,7 @@ def test_counts_of_more_than_the_tokens_are_refused(
         uses="abc",
     )
     effects = d.feed(here) if bytes_first else []
-    effects += d.take("a", 0, 2, arrive=False)
+    effects += d.take("a", 0, 2, start=1, arrive=False)
     effects += [] if bytes_first else d.feed(here)
     take = d.account("a", 0).take
     assert take is not None
