@@ -323,6 +323,16 @@ def test_an_island_that_is_away_ends_its_turn() -> None:
     assert {t for t in later if t[0] == "b"} == {("b", 2, 0, 2), ("b", 2, 1, 2)}
 
 
+def test_a_turn_that_nobody_takes_over_is_over() -> None:
+    d = Able(watch_every=1)
+    d.join("a", "b")
+    d.busy = frozenset("b")
+    d.play("b=2 b/0=2 /0 a.away b=4 b=6")
+    before = len(d.effects)
+    d.play("b/1=6 /1")
+    assert told(d.effects[before:]) == []
+
+
 def test_no_turn_begins_once_the_run_has_stopped() -> None:
     """The flush's ticks come out of turn; b is in a long step all the while."""
     d = Able(watch_every=1, total_tokens=50)
