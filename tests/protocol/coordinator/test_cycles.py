@@ -61,6 +61,9 @@ def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
 
 
 def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
+    d = joined("a", export_every=1)
+    d.report("a", 2)
+    assert d.state.keeping, "from its first tick on"
     d = joined("a", export_every=2)
     numbers = []
     for step in range(2, 41, 2):
