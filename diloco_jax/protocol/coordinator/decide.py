@@ -79,8 +79,7 @@ def _handle(turn: Turn, event: Event) -> None:
         case SaidAhead():
             members.ahead(turn, event)
         case messages.Hello():
-            if members.hello(turn, event) and turn.state.phase != "running":
-                turn.tell(event.session, messages.Stop())
+            members.hello(turn, event)
         case Said(message=messages.Goodbye() as goodbye):
             members.goodbye(turn, event, goodbye)
         case Said(message=messages.DonorFailed(island=donor)):
@@ -175,12 +174,9 @@ def _report(turn: Turn, event: Said, report: messages.Report) -> None:
 def _record(turn: Turn, island: Island, record: Record) -> None:
     name = island.name
     turn.note(records.Fact(**island.who, record=record))
-    if record.kind in ("granted", "progress", "restored"):
+    if record.kind in ("granted", "progress", "restored", "adopted"):
         return
     fragment = turn.state.fragments[record.fragment]
-    if record.kind == "adopted":
-        turn.put(takes.adopted(fragment, name, record.version))
-        return
     carrying = fragment.accounts[name].carrying
     if carrying != (record.kind == "carried"):
         turn.ignore("take", "carried", "record")

@@ -56,6 +56,7 @@ from diloco_jax.protocol.messages import (
     Outstanding,
     Refused,
     Span,
+    Stop,
     Welcome,
     lookahead_of,
 )
@@ -277,29 +278,29 @@ def with_take(
     return fragment
 
 
-def hello(turn: Turn, event: Hello) -> bool:
-    """Let an island join or resume, or turn it away; tell whether it is in."""
+def hello(turn: Turn, event: Hello) -> None:
+    """Let an island join or resume, or turn it away."""
     if event.island in turn.state.ahead:
         others = tuple(name for name in turn.state.ahead if name != event.island)
         turn.set(ahead=others)
     refusal = entry_refusal(turn.config, turn.state, event)
     if refusal is not None:
         turn_away(turn, event.island, event.session, refusal)
-        return False
+        return
     known = turn.state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
         heard, too_fast = claims.heard(turn.config, known, event, turn.now)
         if wrong := claims.wrong(known, event) or too_fast:
             put_out(turn, known, wrong)
-            return False
+            return
         _resume(turn, heard, event)
-        return True
-    if known is not None and known.status != "gone":
+    elif known is not None and known.status != "gone":
         leave(turn, known.name, "died")
         _join(turn, event, known)
     else:
         _join(turn, event, None)
-    return True
+    if turn.state.phase != "running":
+        turn.tell(event.session, Stop())
 
 
 def ahead(turn: Turn, event: SaidAhead) -> None:
@@ -568,13 +569,12 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
         gives_at=_gives_at(config, event),
         phase=event.phase,
         wall_time=claims.joining(config, island, before, turn.now, carrying=carrying),
-        steps_at_tick=event.steps if carrying else 0,
         records_through=event.records_through if carrying else 0,
     )
     if turn.state.returning:
         schedule.reunite(turn)
     turn.state = joined(turn.state, island, carried)
-    alive(turn, turn.state.islands[event.island])
+    alive(turn, schedule.restart(turn.state.islands[event.island]))
     turn.persist(record)
     # Holders take nothing more of the one before once it hears of its end.
     deltas = tuple(
@@ -623,9 +623,6 @@ def _resume(turn: Turn, known: Island, event: Hello) -> None:
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(turn.config, turn.state)
     for fragment in turn.state.fragments:
-        if len(event.versions) == turn.config.fragments:
-            version = event.versions[fragment.index]
-            fragment = takes.adopted(fragment, name, version)
         taken = held.get(fragment.index)
         if taken is None:
             fragment = without_take(turn, fragment, fleet, name)

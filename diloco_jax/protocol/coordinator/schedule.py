@@ -160,11 +160,12 @@ class Fleet:
         An island that could take at once waits for islands of about the pacing speed
         that take some boundaries later: otherwise it would be merged without them. It
         waits for a cycle at most."""
-        island, latest_s = self._state.islands[name], self.longest_lookahead_s
+        island = self._state.islands[name]
         step_s = island.believed_step_s
-        if not (latest_s and island.counted and step_s):
+        if not (island.counted and step_s):
             return 0
-        after = round((latest_s - island.lookahead_seconds) / step_s)
+        waits_s = self.longest_lookahead_s - island.lookahead_seconds
+        after = round(waits_s / step_s)
         return max(0, min(after, self._config.steps_per_cycle))
 
     def step_seconds(self) -> float:
@@ -190,8 +191,7 @@ class Fleet:
     @functools.cached_property
     def longest_lookahead_s(self) -> float:
         """Longest lookahead of islands of about the pacing speed, in seconds."""
-        lookaheads = (island.lookahead_seconds for island in self.alike().values())
-        return max(lookaheads, default=0.0)
+        return max(island.lookahead_seconds for island in self.alike().values())
 
     def _counted(self) -> Iterable[Island]:
         islands = self._state.islands

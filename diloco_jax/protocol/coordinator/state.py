@@ -42,7 +42,6 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
-    NOTHING,
     Contribution,
     DonorFailed,
     FromCoordinator,
@@ -307,8 +306,6 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     last: Contribution | None = None
     """The incarnation's last merged delta; `base_tokens` are in its base."""
     base_tokens: int = 0
-    adopted: Version = NOTHING
-    """The newest version that the incarnation is known to have adopted."""
 
     def lose(self, steps: int, reason: LossReason) -> Account:
         """Return the account with `steps` more steps lost."""

@@ -131,14 +131,6 @@ def _known_as(account: Account, tick: int) -> str:
     return "judged" if told is not None and tick <= told.tick else ""
 
 
-def adopted(fragment: Fragment, name: str, version: Version) -> Fragment:
-    """Note the version of an island's anchor, from which it takes; none that no merge
-    has made."""
-    if not fragment.accounts[name].adopted < version <= fragment.version:
-        return fragment
-    return booked(fragment, name, adopted=version)
-
-
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
     """Tell whether the coordinator waits for the bytes of this take.
 

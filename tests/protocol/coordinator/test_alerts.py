@@ -34,7 +34,7 @@ who returns alone is told of once the others could be back
 islands that are cut off one after the other are one alert
     # The first deadline is the first island's, and the alert waits for the others.
     joined a b c d reunion_s=5
-    b.away +2 c.away +4 d.away +90 a=0 ->
+    b.away +5 c.away +1 d.away +90 a=0 ->
     deadline -> 4
     +4 -> alert islands 'b', 'c' are absent
     deadline -> 6
@@ -56,7 +56,9 @@ time alone tells
     deadline -> none
 nobody is missed once the run ends
     joined a b total_tokens=100
-    b.away a=10 +99 ->
+    +20 b.away +50 a=10 +30 ->
+    deadline -> 70
+    +69 ->
     phases -> stopping idle idle
 """
 )

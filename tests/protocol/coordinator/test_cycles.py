@@ -61,6 +61,9 @@ def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
 
 
 def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
+    d = joined("a", export_every=1)
+    d.report("a", 2)
+    assert d.state.keeping, "from its first tick on"
     d = joined("a", export_every=2)
     numbers = []
     for step in range(2, 41, 2):
@@ -232,6 +235,7 @@ def test_whatever_happens_a_kept_cycle_is_of_one_moment(moves, draw, every) -> N
         computing += of(d.effects[before:], Merge)
     for effect in of(d.effects, KeepFragment):
         assert effect.version == version_at(d, effect.fragment, effect.cycle)
+        assert effect.merges == effect.version.number
 
 
 class Able(Driver):
@@ -308,6 +312,8 @@ def test_islands_take_turns_and_busy_or_slow_ones_are_passed_over() -> None:
     assert [t[:2] for t in run(d, 28)] == [("b", 7), ("b", 7)], (
         "no cycle is made up for"
     )
+    asked = {name: island.watched_cycle for name, island in d.state.islands.items()}
+    assert asked == {"a": 4, "b": 7, "slow": 0}
 
 
 def test_an_island_that_is_away_ends_its_turn() -> None:
@@ -318,6 +324,16 @@ def test_an_island_that_is_away_ends_its_turn() -> None:
     d.disconnect("a")
     later = run(d, 8, "b")
     assert {t for t in later if t[0] == "b"} == {("b", 2, 0, 2), ("b", 2, 1, 2)}
+
+
+def test_a_turn_that_nobody_takes_over_is_over() -> None:
+    d = Able(watch_every=1)
+    d.join("a", "b")
+    d.busy = frozenset("b")
+    d.play("b=2 b/0=2 /0 a.away b=4 b=6")
+    before = len(d.effects)
+    d.play("b/1=6 /1")
+    assert told(d.effects[before:]) == []
 
 
 def test_no_turn_begins_once_the_run_has_stopped() -> None:

@@ -42,6 +42,7 @@ def merge(
     (fragment,) = (f.index for f in d.state.fragments if f.phase == "open")
     for name in live:
         d.take(name, fragment, steps)
+        d.report(name, step_seconds=2.0)
     version = d.fragment(fragment).version.next()
     prepared = Prepared(digest="d1", payload_bytes=1, stripes=stripes)
     event = MergePrepared(fragment=fragment, version=version, prepared=prepared)
@@ -70,7 +71,7 @@ def test_islands_of_a_region_hear_of_the_same_donors_and_others_of_none():
     assert set(names_of(far)) == set(FAR)
     assert len(names_of(near)) == 2
     assert near is not None
-    assert near.within_s == 6 * 1.0 / 4
+    assert near.within_s == 6 * 2.0 / 4
     assert near.stripes == STRIPES
     assert near.donors[0].addresses == (f"{near.donors[0].island}:7079",)
 

@@ -302,12 +302,12 @@ who is absent may come back until the flush begins
 the flush has its deadlines
     # Bytes that came before are no news; in the end a lease is waited for.
     stopping a b fragment_sizes=4,4
-    a.stops b.stops a/0=10
+    a.stops b.stops +1 a/0=10
     deadline -> 25
     +1 a/0
     deadline -> 24
     +50
-    deadline -> 49
+    deadline -> 48
 without live islands it ends at its deadlines
     stopping a fragment_sizes=4,
     a.away

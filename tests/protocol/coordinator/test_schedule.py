@@ -52,6 +52,12 @@ a tick asks every live island for its fragment
     a=2 -> ask 0:ab
     a/0=2 b/0=1 /0 a=3 -> merge 0: a 0-2; publish pending:b
     a=4 -> ask 1:ab
+ticks of one cycle may be of unequal lengths
+    joined a fragment_sizes=1,1,1 steps_per_cycle=5
+    a=1 -> ask 0:a
+    a=2 ->
+    a=3 -> ask 1:a
+    a=5 -> ask 2:a
 islands out of phase pace no faster than one of them
     # One step per tick; whoever is ahead paces.
     joined a b c d e steps_per_cycle=2

@@ -191,13 +191,6 @@ def test_a_take_is_of_a_version_of_this_term_that_was_merged(
     assert d.totals("a").lost == {reason: 20}
 
 
-def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> None:
-    d, known = open_for_a, open_for_a.account("a", 0).adopted
-    for version in (Version(1, 1), Version(2, 0)):
-        d.report("a", 2, d.record("a", "adopted", 2, fragment=0, version=version))
-        assert d.account("a", 0).adopted == known
-
-
 def test_the_tape_has_refusals_and_publishes_tell_them_again() -> None:
     d = pair("a", "b")
     d.play("b=1 a=2 a/0~2")
@@ -273,7 +266,7 @@ def test_counts_of_more_than_the_tokens_are_refused(
     open_for_a: Driver, more: int, refused: bool, bytes_first: bool
 ) -> None:
     d = open_for_a
-    tokens = 2 * d.account("a", 0).tokens_per_step
+    tokens = d.account("a", 0).tokens_per_step  # It is of one step, of two.
     tick = d.tick_of("a", 0)
     here = DeltaArrived(
         island="a",
@@ -285,7 +278,7 @@ def test_counts_of_more_than_the_tokens_are_refused(
         uses="abc",
     )
     effects = d.feed(here) if bytes_first else []
-    effects += d.take("a", 0, 2, arrive=False)
+    effects += d.take("a", 0, 2, start=1, arrive=False)
     effects += [] if bytes_first else d.feed(here)
     take = d.account("a", 0).take
     assert take is not None

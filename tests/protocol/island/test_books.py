@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.island.boundary import Books
@@ -193,6 +194,17 @@ def test_an_incarnation_says_what_it_begins_with():
     begins = [(r.kind, r.step, r.fragment, r.version) for r in books.drain()]
     assert begins == [("adopted", 0, 0, V[3]), ("adopted", 0, 1, V[1])]
     assert books.adopt(0, V[4], 0) == "adopted"
+    books.drain()
+    books.restored(2, 40, [1], [{"seq": 7}])
+    begins = books.drain()
+    assert {(r.kind, r.step, r.start, r.value) for r in begins} == {
+        ("restored", 0, 2, 40)
+    }
+    assert [(r.seq, r.fragment, r.unheard) for r in begins] == [
+        (4, -1, UNSET),
+        (5, 1, UNSET),
+        (6, -1, {"seq": 7}),
+    ]
 
 
 def test_old_versions_are_not_adopted():
