@@ -330,8 +330,9 @@ def plot_losses(
             looks: Any = {"color": colour, "lw": 1.6}
             named = label if run is runs[0] else None
             x, y = judged[column][known], judged["loss"][known]
-            flushed = run.merges["final"].any() and len(x) > 1
-            until = len(x) - bool(flushed)
+            last = run.merges["time"][run.merges["final"]][-1:]
+            flushed = len(x) > 1 and judged["time"][-1] in last
+            until = len(x) - flushed
             axes.plot(x[:until], y[:until], label=named, ls=style, **looks)
             if flushed:
                 axes.plot(x[-2:], y[-2:], ls=":", **looks)
@@ -339,9 +340,8 @@ def plot_losses(
         ends[label] = float(np.mean([run.evaluations["loss"][-1] for run in runs]))
     axes.legend(frameon=False, labelcolor=INK, loc="upper right")
     best = min(ends, key=ends.__getitem__)
-    x = "tokens" if over == "tokens" else "seconds"
     found = f"{best} ends lowest{ending}"
-    say(axes, title or found, x, "validation loss, nats per token")
+    say(axes, title or found, over, "validation loss, nats per token")
     return axes
 
 
