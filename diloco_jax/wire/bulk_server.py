@@ -440,11 +440,13 @@ class BulkServer:
 
     def answer(self, connection: BulkConnection) -> None:
         """Receive one request and carry it out. If it fails, tell the peer why."""
+        received = connection.received_bytes
         try:
             with contextlib.ExitStack() as held:
                 self._answer(connection, held)
         except ConnectionLost as error:
-            self._log(logging.INFO, connection, f"a transfer broke off: {error}")
+            if connection.received_bytes > received:  # Else it asked for nothing more.
+                self._log(logging.INFO, connection, f"a transfer broke off: {error}")
         except Exception as error:
             level, telling = errors.told(error)
             # Who is told to come again does so many times.

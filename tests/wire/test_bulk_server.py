@@ -197,6 +197,22 @@ def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
     assert len(lines) == 1, "one line a minute, however many there are"
 
 
+def test_a_transfer_that_broke_off_is_told_and_a_connection_put_away_is_not(
+    serve, connect, dial, caplog
+):
+    server, address = serve()
+    with caplog.at_level(logging.INFO, bulk_server.__name__):
+        client = connect(address, bulk_channels=1)
+        client.transfers.upload(upload_start(8), b"12345678")
+        client.close()
+        until(lambda: not server._bulk._acceptor._known)
+        assert not caplog.text
+        broken = dial(address)
+        broken.sendall(framed(upload_start(8)))
+        broken.close()
+        until(lambda: "a transfer broke off: 127.0.0.1:" in caplog.text)
+
+
 @pytest.fixture
 def full(monkeypatch):
     """Once lets the process be out of files as a server accepts a connection."""
