@@ -82,10 +82,16 @@ class Sweep:
         title: str | None = None,
         axes: Axes | None = None,
     ) -> Axes:
-        """Draw the merged model's validation loss; as `plot_losses`."""
+        """Draw the merged model's validation loss; as `plot_losses`, but titled by the
+        table's losses."""
         histories = {
             label: [run.history for run in runs] for label, runs in self.runs.items()
         }
+        if title is None:
+            table = self.table()
+            best = table.loss.idxmin()
+            title = f"{best} ends lowest, at {table.loss[best]:.3f} on the whole split"
+            title += "; dotted: the last merges"
         return plot_losses(histories, over=over, title=title, axes=axes)
 
     def _repr_html_(self) -> str:

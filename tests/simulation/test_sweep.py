@@ -92,7 +92,8 @@ def test_a_plot_has_a_line_of_each_run_and_a_colour_of_each_setting(found):
         judged = list(found.runs["K = 2"][1].history.evaluations[column])
         assert [*before, ending[-1]] == judged
         assert list(ending) == judged[-2:]
-        assert axes.get_title(loc="left").endswith("dotted: the merges of the end")
+        title = axes.get_title(loc="left")
+        assert title.startswith(f"{found.table().loss.idxmin()} ends lowest, at ")
 
 
 def test_what_cannot_be_drawn_says_why(found):
