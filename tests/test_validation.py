@@ -111,7 +111,7 @@ def test_what_is_no_config_is_refused():
         ("islands.v6e.batch_size", "8", "Expected `int`, got `str`"),
         ("islands.v6e.hosts", 1.5, "Expected `int`, got `float`"),
         ("sync.quorum", None, "Expected `int`, got `null`"),
-        ("sync.merge", abs, "that of an object of yours is 'file.py:name'"),
+        ("sync.merge", abs, "an object of yours as 'file.py:name'"),
         ("placement.faults", "a@3:kill", "Expected `array`, got `str`"),
         ("placement.time_budget_s", "10", "Expected `float`, got `str`"),
     ],

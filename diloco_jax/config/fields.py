@@ -217,8 +217,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         meant = ""
         if isinstance(value, str) and typing.get_origin(hint) is tuple:
             meant = f"; write ({value!r},), which is a tuple of one"
-        elif hint is str and not isinstance(value, int | float):
-            meant = "; write a name; that of an object of yours is 'file.py:name'"
+        elif hint is str:
+            meant = "; write it as text, an object of yours as 'file.py:name'"
         raise ConfigError(f"{name} = {value!r}: {error}{meant}") from error
 
 

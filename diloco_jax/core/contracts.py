@@ -108,8 +108,8 @@ def check_merge_rule(rule: MergeRule) -> None:
                     "it made numbers that are not finite of finite deltas, which may "
                     "be zero"
                 )
-            whole = merge_piece(rule, deltas, weights, 1.0, state).delta
-            if scale and np.array_equal(merged.delta, whole):
+            whole = merge_piece(rule, deltas, weights, 1.0, state)
+            if scale and np.array_equal(merged.delta, whole.delta):
                 raise ValueError(
                     "it makes the same of deltas that are a share of 0.5 of all "
                     "islands' as of all; what it makes must be as much shorter: "

@@ -280,8 +280,8 @@ def plot_losses(
     Args:
       histories: by label; several of one label, such as seeds, have one colour.
       over: the tokens that a run has made or, for recorded ones too, its seconds.
-      title: None = which label ends lowest, by the mean of its runs. What the merges
-        of the end change, of all that islands still have, is dotted.
+      title: None = which label ends lowest, by the mean of its runs. What the
+        flush changes is dotted.
       axes: where to draw; None = a figure of its own.
 
     Returns:
@@ -336,7 +336,7 @@ def plot_losses(
             axes.plot(x[:until], y[:until], label=named, ls=style, **looks)
             if flushed:
                 axes.plot(x[-2:], y[-2:], ls=":", **looks)
-                ending = "; dotted: the merges of the end"
+                ending = "; dotted: the flush"
         ends[label] = float(np.mean([run.evaluations["loss"][-1] for run in runs]))
     axes.legend(frameon=False, labelcolor=INK, loc="upper right")
     best = min(ends, key=ends.__getitem__)

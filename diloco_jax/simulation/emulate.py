@@ -380,9 +380,9 @@ class Emulation:
         return self.history.plot_loss(final=final, title=title, axes=axes)
 
     def __repr__(self) -> str:
-        names, found = ", ".join(self.config.islands), self.summary
+        count, found = len(self.config.islands), self.summary
         return (
-            f"<Emulation of {names}: eval_loss = {found['eval_loss']}, "
+            f"<Emulation of {count} islands: eval_loss = {found['eval_loss']}, "
             f"{found['tokens_merged']:,} tokens merged in {found['merges']:,} merges>"
         )
 

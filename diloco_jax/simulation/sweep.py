@@ -43,8 +43,8 @@ class Sweep:
 
         Columns: loss (validation, nats per token, mean over seeds), over_first (percent
         of the first setting's loss, mean over pairs of one seed), half (of its 95 %
-        interval by Student's t; NaN for one seed), runs, before_end (loss before the
-        merges of the end, on `placement.evaluate_batches` batches as a plot has it),
+        interval by Student's t; NaN for one seed), runs, before_flush (loss before
+        the last merges, on `placement.evaluate_batches` batches as a plot has it),
         merges, goodput and seconds (virtual; means).
         """
         import pandas
@@ -65,7 +65,7 @@ class Sweep:
                 "over_first": statistics.fmean(over),
                 "half": half_interval(over),
                 "runs": len(runs),
-                "before_end": statistics.fmean(
+                "before_flush": statistics.fmean(
                     float(run.history.evaluations["loss"][-2:][0]) for run in runs
                 ),
                 **{
@@ -91,7 +91,7 @@ class Sweep:
             table = self.table()
             best = table.loss.idxmin()
             title = f"{best} ends lowest, at {table.loss[best]:.3f} on the whole split"
-            title += "; dotted: the last merges"
+            title += "; dotted: the flush"
         return plot_losses(histories, over=over, title=title, axes=axes)
 
     def _repr_html_(self) -> str:

@@ -49,7 +49,7 @@ def test_the_table_compares_runs_of_one_seed(found):
     assert table.loc["K = 2", ["over_first", "half"]].tolist() == [0, 0]
     assert list(table["runs"]) == [2, 2]
     before = [run.history.evaluations["loss"][-2] for run in found.runs["K = 1"]]
-    assert row.before_end == pytest.approx(np.mean(before))
+    assert row.before_flush == pytest.approx(np.mean(before))
     assert "K = 1" in found._repr_html_()
 
 
