@@ -40,6 +40,27 @@ def test_header_arrays_and_digest_come_back(tmp_path, monkeypatch, block):
     assert files.read_sealed_header(path) == {"n": 1}
 
 
+def is_in_memory(path, at):
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def test_the_system_keeps_no_second_copy_of_what_was_read(tmp_path):
+    """It would fill the memory of a coordinator that restores its state."""
+    path, values = tmp_path / "a", np.ones(4 << 20, np.uint8)
+    files.write_sealed(path, {}, [values])
+    assert is_in_memory(path, 1 << 20)
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_in_memory(path, 1 << 20):
+        pytest.skip("a file system that is in memory")
+    files.read_sealed(path, [np.empty_like(values)])
+    assert not is_in_memory(path, 1 << 20)
+
+
 @pytest.mark.parametrize("at", [2, 10, 15, 22, 40, -1])
 def test_a_changed_byte_is_found(tmp_path, at):
     path = tmp_path / "a"
