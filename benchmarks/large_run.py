@@ -211,13 +211,10 @@ def bounds(
     return checks
 
 
-def within(what: str, ratio: float) -> support.Check:
-    """Check that measured over planned is 1, within `PLAN_ERROR_MAX`."""
+def within(what: str, ratio: float, most: float = PLAN_ERROR_MAX) -> support.Check:
+    """Check that measured over planned is 1, within so much."""
     return support.Check(
-        what,
-        f"{ratio:.3f}",
-        f"1 within {PLAN_ERROR_MAX:g}",
-        abs(ratio - 1) <= PLAN_ERROR_MAX,
+        what, f"{ratio:.3f}", f"1 within {most:g}", abs(ratio - 1) <= most
     )
 
 

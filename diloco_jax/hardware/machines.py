@@ -377,7 +377,8 @@ class Measurements(
     """Core seconds of the coordinator per 1e9 parameters of a merge: of as many deltas
     as the run has islands, by its rule and codecs, with the checks of the deltas."""
     restart_seconds: OneValue = None
-    """Seconds from the death of the coordinator's process to its service."""
+    """Seconds from the death of the coordinator's process to its service, in place of
+    `PROCESS_S`: most of the state is read after that."""
     compile_seconds: OneValue = None
     """Seconds in which a host of the slowest island compiles all of its programs."""
 

@@ -347,8 +347,8 @@ class CoordinatorPlan:
     """As if one machine had all."""
     restart_seconds: float
     """Seconds from the death of the process until all fragments are back. The first
-    ones are merged after `PROCESS_S`, and little more. Every fragment's newest snapshot
-    is read once, then its publishes since, half a round of them on average. Workers
+    ones are merged after `PROCESS_S`, or what was measured in its place, and little
+    more. Every fragment's newest snapshot is read once, then its publishes since, half a round of them on average. Workers
     read from disks of their own, side by side."""
 
     @property
@@ -407,6 +407,7 @@ def plan_coordinator(terms: Terms) -> CoordinatorPlan:
         own = (plan_disk(terms, "worker", w.params, w.fragments) for w in dealt)
         disks = (plan_disk(terms, "lead"), *own)
     replayed = disk.round_seconds / 2 / cycle_s + 1
+    service = terms.measured.restart_seconds
     share = max((w.params for w in dealt), default=plan.total) / plan.total
     return CoordinatorPlan(
         **parts,
@@ -419,7 +420,7 @@ def plan_coordinator(terms: Terms) -> CoordinatorPlan:
         disks=disks,
         merges=merges,
         disk=disk,
-        restart_seconds=PROCESS_S
+        restart_seconds=(service.value if service else PROCESS_S)
         + state_seconds(
             share * (sizes.state + replayed * sizes.publish),
             terms.disk_read_bytes_per_s,
@@ -552,8 +553,7 @@ class OutagePlan:
 
 
 def plan_outage(terms: Terms, coordinator: CoordinatorPlan) -> OutagePlan:
-    """Return what an outage costs: arithmetic from sizes and rates, unless somebody
-    measured a restart."""
+    """Return what an outage costs: arithmetic from sizes and rates."""
     fragments, config, cycle_s = terms.fragments, terms.config, terms.cycle_seconds
     anchors, islands = 4 * fragments.total, len(terms.hosts)
     ballots = (islands - 1) * sum(
@@ -564,8 +564,7 @@ def plan_outage(terms: Terms, coordinator: CoordinatorPlan) -> OutagePlan:
     gbit_per_s = min(islands * terms.link_up, egress)
     spilled = max(0, ballots - terms.placement.merge_buffer_bytes)
     written = anchors + coordinator.theta + coordinator.outer_state + spilled
-    restart = terms.measured.restart_seconds
-    restart_s = restart.value if restart else coordinator.restart_seconds
+    restart_s = coordinator.restart_seconds
     return OutagePlan(
         restart_seconds=restart_s,
         held_seconds=outage_seconds(config, fragments.total),
