@@ -63,6 +63,7 @@ def main() -> int:
         share = saving["stalled_seconds"] / saving["step_seconds"]
         results.append({**saving, "plain": plain, "stall_s": per_checkpoint_s})
         checks += [
+            support.at_least(f"{name}: checkpoints", saving["checkpoints"], 1, "d"),
             support.at_most(
                 f"{name}: seconds stalled per checkpoint", per_checkpoint_s, STALL_MAX_S
             ),

@@ -118,7 +118,7 @@ def growths(
 def _growth(
     name: str, field: str, pairs: Iterable[tuple[float, float]]
 ) -> list[Growth]:
-    """Return one growth, or none if a third of the time has no look."""
+    """Return one growth, or none without a look."""
     pairs = list(pairs)
     if not pairs:
         return []

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -195,29 +196,41 @@ def facts_of(config: Config, folder: Path) -> dict[str, float]:
     folder.mkdir()
     with PeakUse(folder / "run") as peaks:
         run = support.run_in(config, folder, TIMEOUT_S)
-    island = run.summary["islands"]["i0"]
-    own = (r["record"] for r in run.tape if r.get("island") == "i0" and "record" in r)
-    taken = [r["fragment"] for r in own if r["kind"] == "took"]
-    merged = [r["fragment"] for r in run.tape if r["kind"] == "merged"]
     sync, plan = config.run.sync, fragments_of(config)
     up = payload_bytes(sync.codec_up, plan, up=True)
     down = payload_bytes(sync.codec_down, plan)
-    cycles_up = sum(up[f] for f in taken) / sum(up)
-    cycles_down = sum(down[f] for f in merged) / sum(down)
+    merged = [r for r in run.tape if r["kind"] == "merged"]
     (killed,) = (
         r["since"] for r in run.tape if r["kind"] == "recovered" and r["since"]
     )
     back = max(r["time"] for r in run.tape if r["kind"] == "restored")
     began, ended = run.window()
+    ways_up, ways_down, speeds_up = [], [], []
+    for name, island in run.summary["islands"].items():
+        own = (
+            r["record"] for r in run.tape if r.get("island") == name and "record" in r
+        )
+        taken = [r for r in own if r["kind"] == "took"]
+        sent = sum(up[r["fragment"]] for r in taken)
+        ways_up.append(island["bytes_up"] / sent)
+        ways_down.append(
+            island["bytes_down"] / sum(down[r["fragment"]] for r in merged)
+        )
+        # The flush sends all fragments once more, after the last step.
+        usual = sum(up[r["fragment"]] for r in taken if r["step"] < island["steps"])
+        speeds_up.append(8e-6 * usual / (ended - began))
+    usual = sum(down[r["fragment"]] for r in merged if not r["final"])
+    islands = run.summary["islands"].values()
     return {
-        "MB up a cycle": island["bytes_up"] / cycles_up / 1e6,
-        "MB down a cycle": island["bytes_down"] / cycles_down / 1e6,
+        # What the kill interrupts is sent again, by some.
+        "MB up a cycle": min(ways_up) * sum(up) / 1e6,
+        "MB down a cycle": min(ways_down) * sum(down) / 1e6,
         "GB of the coordinator": peaks.own["coordinator"] / 1e9,
         "GB of the disk": peaks.disk / 1e9,
         "s of a restart": back - killed,
-        "Mbit/s up": island["bytes_up"] * 8e-6 / (ended - began),
-        "Mbit/s down": island["bytes_down"] * 8e-6 / (ended - began),
-        "s of a step": island["median_step_seconds"],
+        "Mbit/s up": statistics.mean(speeds_up),
+        "Mbit/s down": 8e-6 * usual / (ended - began),
+        "s of a step": statistics.mean(i["median_step_seconds"] for i in islands),
     }
 
 

@@ -169,7 +169,8 @@ class Study:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._began = options, time.monotonic()
         self._path: Path = options.out / "gpu_hour.json"
-        self._found: dict[str, Any] = {"rows": {}, "seconds": 0.0, "left_out": []}
+        self._found: dict[str, Any] = {"rows": {}, "seconds": 0.0}
+        self._found |= {"left_out": {}, "done_seconds": {}}
         if options.known is not None and options.known.exists():
             self._found = json.loads(options.known.read_bytes())
         self._before_s = float(self._found["seconds"])
@@ -231,14 +232,21 @@ class Study:
         """Run a row to its end, unless it does not fit."""
         config = self._config(cell)
         work = len(SEEDS) * config.run.total_tokens * _token_flops(config)
-        needed = COMPILE_S + work / self._found["flops_per_second"]
-        if needed > self._left_s:
-            note = f"{cell.name}: {needed:.0f} s of {self._left_s:.0f}"
-            self._found["left_out"].append(note)
-            print(f"left out {note}", file=sys.stderr)
+        before_s = self._found["done_seconds"].get(cell.name, 0.0)
+        left_s = max(0.0, work / self._found["flops_per_second"] - before_s)
+        if (needed := COMPILE_S + left_s) > self._left_s:
+            note = f"{needed:.0f} s of {self._left_s:.0f}"
+            self._found["left_out"][cell.name] = note
+            print(f"left out {cell.name}: {note}", file=sys.stderr)
             return
         state = self._options.state / f"{cell.name.replace(', ', '-')}.state"
-        found = self._laboratory(config, state)
+        began = time.monotonic()
+        try:
+            found = self._laboratory(config, state)
+        except CallEndedError:
+            own_s = max(0.0, time.monotonic() - began - COMPILE_S)
+            self._found["done_seconds"][cell.name] = before_s + own_s
+            raise
         runs = [run.summary for run in found.runs]
         self._rows[cell.name] = {
             "losses": found.losses.tolist(),

@@ -136,4 +136,4 @@ def alone_here(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    support.script(main)

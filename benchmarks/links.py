@@ -21,6 +21,10 @@ QUEUE_S = 0.05
 too, behind what the other direction sends."""
 
 
+class NoLinksError(Exception):
+    """Namespaces cannot be made here."""
+
+
 class Links:
     """Namespaces by name, as `links` makes them."""
 
@@ -89,7 +93,7 @@ class Links:
 
 @contextlib.contextmanager
 def links(names: Sequence[str]) -> Iterator[Links]:
-    """Namespaces for these islands, removed with the block; raises RuntimeError where
+    """Namespaces for these islands, removed with the block; raises NoLinksError where
     they cannot be made."""
     made = Links(names)
     try:
@@ -97,7 +101,7 @@ def links(names: Sequence[str]) -> Iterator[Links]:
             made.make()
         except (OSError, subprocess.CalledProcessError) as error:
             told = getattr(error, "stderr", None) or error
-            raise RuntimeError(
+            raise NoLinksError(
                 f"no network namespaces ({told}): they need Linux, root and iproute2"
             ) from error
         yield made

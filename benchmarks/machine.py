@@ -261,8 +261,6 @@ class Life:
     peak: int = 0
     own: int = 0
     """Most memory of its own (RssAnon), as sampled: without files that are mapped."""
-    read: int = 0
-    """Bytes that it had read when it began to serve."""
     seconds: float = 0.0
 
 
@@ -298,7 +296,6 @@ class CoordinatorLives(Watch):
             served = address.stat().st_mtime
             if served > life.first:
                 life.start, life.seconds = life.peak, served - life.first
-                life.read = number_of(folder / "io", "rchar:")
 
 
 def number_of(path: Path, what: str) -> int:

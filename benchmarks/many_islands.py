@@ -26,14 +26,14 @@ import collections
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import support
 import tape_checks
-from machine import CpuSamples, Stall, machine_facts, sample_cpu
+from machine import CpuSamples, Stall, sample_cpu
+from turns import thread_seconds
 
 from diloco_jax import run_files
 from diloco_jax.cluster.cluster import LocalCluster
@@ -79,25 +79,16 @@ QUICK = Scale(islands=4, step_seconds=0.5, measured_seconds=12.0, start_seconds=
 
 def main() -> int:
     """Run it; return 1 if a bound is broken."""
-    parser = support.parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="4 islands, no page")
+    parser = support.quick_parser(__doc__)
     parser.add_argument("--islands", type=int, help="instead of 64 or 4")
-    parser.add_argument("--json", action="store_true", help="print the raw numbers")
     options = parser.parse_args()
     scale = QUICK if options.quick else FULL
     if options.islands:
         scale = dataclasses.replace(scale, islands=options.islands)
     found = measure(scale)
-    checks = bounds(found)
-    if options.json:
-        facts = {**machine_facts(), "checks": [dataclasses.asdict(c) for c in checks]}
-        print(json.dumps({**facts, **found}))
-    if options.quick:
-        broken = [check for check in checks if not check.holds]
-        print(support.markdown_table(map(dataclasses.asdict, checks)), file=sys.stderr)
-        return 1 if broken else 0
-    return support.write_results(
-        options.out, "many_islands", __doc__, {"Measured": rows(found)}, checks, found
+    tables = {"Measured": rows(found)}
+    return support.deliver(
+        options, "many_islands", __doc__, tables, bounds(found), found
     )
 
 
@@ -203,9 +194,7 @@ class _Cpu:
         sample_cpu(self._workdir, samples)
         found = {name: each[-1][1] for (name, _), each in samples.items()}
         # The coordinator decides on its main thread.
-        fields = Path(f"/proc/{self._pid}/task/{self._pid}/stat").read_text()
-        words = fields.rpartition(")")[2].split()
-        found["lead"] = (int(words[11]) + int(words[12])) / 100
+        found["lead"] = thread_seconds(self._pid)["main"]
         return found
 
     def spent(self) -> dict[str, float]:
@@ -297,4 +286,4 @@ def rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

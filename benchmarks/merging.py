@@ -152,6 +152,8 @@ def main() -> int:
         ]
 
     facts = None
+    if options.rules and options.measured:
+        parser.error("--measured with --rules: no merge of its cells is made now")
     if options.rules:
         raw = json.loads((options.out / "raw" / "merging.json").read_bytes())
         facts, rows, memory = support.measured_before(raw), raw["time"], raw["memory"]

@@ -7,7 +7,7 @@ quickstart --dashboard`.
 
 The venv is new, pip has no cache, and nothing was compiled before. The wheel is built
 from this checkout first, which does not count. How long the download takes is a matter
-of the network: what pip fetched is given in megabytes.
+of the network: what pip installed is given in megabytes.
 
 Bounds: ten minutes from the first command until the killed island is on the dashboard.
 

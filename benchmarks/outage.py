@@ -72,7 +72,7 @@ def main() -> int:
         run = real.result()
     over = [100 * (away["loss"] / usual["loss"] - 1) for usual, away in found]
     checks = [
-        support.at_most("emulated: steps lost", most_lost(found), 0, "d"),
+        support.at_most("emulated: tokens lost", most_lost(found), 0, "d"),
         support.at_most(
             "emulated: loss over that without an outage, mean, %",
             statistics.mean(over),

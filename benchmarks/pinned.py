@@ -28,7 +28,7 @@ POLL_S = 0.5
 
 
 class PinnedRun:
-    """A run in `folder`; use it as a context, which ends all processes."""
+    """A run in `folder`, of processes that `pinned_run` ends."""
 
     def __init__(
         self,
@@ -37,9 +37,8 @@ class PinnedRun:
         within: Callable[[str], list[str]] = lambda name: [],
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start the coordinator and its workers, and wait until they serve. within: the
-        begin of the command line of a process, by its name. environment: more of it,
-        for all."""
+        """within: the begin of the command line of a process, by its name. environment:
+        more of it, for all."""
         self.config, self.workdir = config, folder / "run"
         self._environment = dict(environment)
         self._within = within
@@ -49,7 +48,11 @@ class PinnedRun:
         self.peaks: dict[str, int] = {}
         """Largest resident set of each process in bytes."""
         write_json(dataclasses.asdict(config), self._path)
-        self._workdir_of = folder
+        self._workdir_of, self.address = folder, ""
+
+    def begin(self) -> None:
+        """Start the coordinator and its workers, and wait until they serve."""
+        folder, config = self._workdir_of, self.config
         for number in range(len(config.placement.worker_addresses)):
             words = ["worker", str(self._path), "--index", str(number)]
             words += ["--workdir", str(folder / f"worker-{number}")]
@@ -173,6 +176,7 @@ def pinned_run(
     """The run, whose processes end with the block; arguments of `PinnedRun`."""
     run = PinnedRun(config, folder, within, environment)
     try:
+        run.begin()
         yield run
     finally:
         run.close()

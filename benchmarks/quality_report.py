@@ -24,6 +24,8 @@ from quality_levers import LADDER, ORDERS, RUNGS
 from quality_rows import MIXTURE, RATE, rates, rows, same_runs
 from quality_variants import CYCLE, PRESET
 
+from diloco_jax.simulation.sweep import half_interval
+
 BEYOND, BEYOND_PAIRS = 2.0, 8
 """Most points by which a mixture's gap may be above the dense one's, and pairs."""
 PUBLISHED_GAPS = {1: -0.1, 2: 0.7, 4: 2.0, 8: 3.9}
@@ -176,11 +178,7 @@ def interval(found: Sequence[float]) -> tuple[float, float, int] | None:
     """Return mean, half of its 95 % interval, which is infinite for one, and number."""
     if len(found) < 2:
         return (found[0], float("inf"), 1) if found else None
-    from scipy import stats
-
-    quantile = float(stats.t.ppf(0.975, len(found) - 1))
-    half = quantile * statistics.stdev(found) / len(found) ** 0.5
-    return statistics.fmean(found), half, len(found)
+    return statistics.fmean(found), half_interval(list(found)), len(found)
 
 
 def shares(

@@ -326,4 +326,4 @@ def children_s() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -37,7 +37,7 @@ from typing import Any
 
 import support
 import tape_checks
-from links import HUB_ADDRESS, Links, links
+from links import HUB_ADDRESS, Links, NoLinksError, links
 from pinned import PinnedRun, pinned_run
 
 from diloco_jax.config import (
@@ -89,7 +89,7 @@ def main() -> int:
             links(REGIONS) as made,
         ):
             raw = measure(Path(folder), made, cases)
-    except RuntimeError as error:
+    except NoLinksError as error:
         print(error, file=sys.stderr)
         return 2
     tables = {"Cases": [row_of(found) for found in raw["cases"]]}

@@ -9,6 +9,7 @@ Command: `python -m benchmarks.results_index`; it measures nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -42,11 +43,12 @@ versions. A row is as old as its date: the code has changed since.
 
 
 class Bound(NamedTuple):
-    """One bound whose limit is a number above 0."""
+    """One bound whose limit is a number above 0, or that does not hold."""
 
     what: str
     used: float
-    """Share of the limit that is used; at most 1 holds."""
+    """Share of the limit that is used; at most 1 holds. Infinite for what has no share,
+    and does not hold."""
     measured: str
     limit: str
     holds: bool
@@ -162,17 +164,26 @@ def bounds_of(path: Path) -> list[Bound]:
     read = json.loads(path.read_bytes())
     found = []
     for check in read.get("checks", []) if isinstance(read, dict) else []:
-        sign, _, text = check["bound"].partition(" ")
-        try:
-            measured, limit = float(check["measured"]), float(text)
-        except ValueError:
-            continue
-        if sign not in ("<=", ">=") or limit <= 0:
-            continue
-        used = measured / limit if sign == "<=" else limit / max(measured, 1e-12)
-        what, told = check["what"], check["measured"]
-        found.append(Bound(what, used, told, check["bound"], check["holds"]))
+        used = _share_used(check)
+        if used is not None or not check["holds"]:
+            what, told = check["what"], check["measured"]
+            used = math.inf if used is None else used
+            found.append(Bound(what, used, told, check["bound"], check["holds"]))
     return found
+
+
+def _share_used(check: dict[str, Any]) -> float | None:
+    """Return the share of a check's limit that is used; None if it has none."""
+    sign, _, text = check["bound"].partition(" ")
+    try:
+        measured, limit = (
+            float(words.replace(",", "")) for words in (check["measured"], text)
+        )
+    except ValueError:
+        return None
+    if sign not in ("<=", ">=") or limit <= 0:
+        return None
+    return measured / limit if sign == "<=" else limit / max(measured, 1e-12)
 
 
 def others(raw: Path, described: set[str]) -> list[Path]:

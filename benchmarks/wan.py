@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import support
-from links import HUB_ADDRESS, Links, links
+from links import HUB_ADDRESS, Links, NoLinksError, links
 from pinned import pinned_run
 from ring import member
 
@@ -115,7 +115,7 @@ def main() -> int:
     try:
         for count in counts:
             rows += measured(count, cycles, chosen)
-    except RuntimeError as error:
+    except NoLinksError as error:
         print(error, file=sys.stderr)
         return 2
     tables = {

@@ -100,10 +100,9 @@ Samples = dict[str, list[dict[str, float]]]
 
 def main() -> int:
     """Run it; return 1 if a bound is broken."""
-    parser = support.parser(__doc__)
+    parser = support.quick_parser(__doc__)
     parser.add_argument("--mib", type=int, default=64, help="size of the payload")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="5 repeats, one relayed")
     parser.add_argument("--serve", metavar="CERTIFICATES")
     parser.add_argument("--relay", nargs=2, type=int, metavar="PORT")
     parser.add_argument("--tls", action="store_true")
@@ -147,18 +146,17 @@ def main() -> int:
             what = f"{way}, {kind}: share of raw TLS, median"
             checks.append(support.at_least(what, share, least, ".2f"))
     data = {"payload_bytes": sizes, "load_at_start": load, "samples": raw}
-    return support.write_results(
-        options.out, "wire", __doc__, {"Speeds": rows}, checks, data
-    )
+    return support.deliver(options, "wire", __doc__, {"Speeds": rows}, checks, data)
 
 
 def _row(kind: str, way: str, samples: Samples, size: int) -> dict[str, str]:
-    speeds = sorted(size / s["seconds"] / 1e9 for s in samples[way])
+    speeds = [size / s["seconds"] / 1e9 for s in samples[way]]
     limit = "raw TLS" if "raw TLS" in samples else "bare"
+    of_limit = support.spread(_shares(samples, limit, way), ".2f")
     return {
         "what": "bare socket" if way == "bare" else f"{way}, {kind}",
-        "GB/s": _spread(speeds),
-        "of the limit": f"{_spread(_shares(samples, limit, way))} of {limit}",
+        "GB/s": support.spread(speeds, ".2f"),
+        "of the limit": f"{of_limit} of {limit}",
         "core s per GB, island": f"{_core_seconds(samples[way], 'island', size):.2f}",
         "core s per GB, coordinator": (
             f"{_core_seconds(samples[way], 'coordinator', size):.2f}"
@@ -171,16 +169,11 @@ def _row(kind: str, way: str, samples: Samples, size: int) -> dict[str, str]:
 
 def _shares(samples: Samples, limit: str, way: str) -> list[float]:
     pairs = zip(samples[limit], samples[way], strict=True)
-    return sorted(most["seconds"] / s["seconds"] for most, s in pairs)
+    return [most["seconds"] / s["seconds"] for most, s in pairs]
 
 
 def _core_seconds(samples: list[dict[str, float]], end: str, size: int) -> float:
     return statistics.median(s[end] for s in samples) / size * 1e9
-
-
-def _spread(values: list[float]) -> str:
-    """Median and range of sorted values."""
-    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
 
 
 def measure(
@@ -427,4 +420,4 @@ def _write(sink: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -257,7 +257,7 @@ class SealedError(ConfigError):
 
 
 def digest_of(payload: Buffer) -> str:
-    """Return the hex digest that `write` returns for these bytes alone."""
+    """Return the hex digest that `write_sealed` returns for these bytes alone."""
     return xxh3_128(_bytes_of(payload)).hexdigest()
 
 
@@ -287,7 +287,8 @@ def read_sealed(
 ) -> tuple[dict[str, Any], str]:
     """Read a file into these arrays, or into one that is made from its header.
 
-    Returns the header, and the digest that `write` returned; the file is read once.
+    Returns the header, and the digest that `write_sealed` returned. The file is read
+    once.
     Raises SealedError if it is damaged; the contents of the arrays then mean nothing.
     """
     with _open(path) as file:

@@ -101,16 +101,22 @@ def instructions() -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits of the groups around this process, in cores. A container often
-    sees its own group as the root of all."""
+    """Yield the limits of the groups around this process, in cores."""
+    for folder in _groups(root):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdecimal():  # Without a limit it is "max".
+            yield int(quota) / int(period)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of the groups around this process, the innermost first. A
+    container often sees its own group as the root of all."""
     base = root / GROUPS
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         inner = base / group.lstrip("/")
         for folder in () if controllers else (inner, *inner.parents):
-            quota, _, period = _read(folder / "cpu.max").partition(" ")
-            if quota.isdecimal():  # Without a limit it is "max".
-                yield int(quota) / int(period)
+            yield folder
             if folder == base:
                 break
 
@@ -172,10 +178,12 @@ def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
     not tell."""
     facts = _memory_facts(root / "proc/meminfo")
     left, whole = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
-    limit = _read(root / GROUPS / "memory.max").strip()
-    if limit.isdecimal() and int(limit) < whole:
-        used = _read(root / GROUPS / "memory.current").strip()
-        held = _read(root / GROUPS / "memory.stat").split()
+    for group in _groups(root):
+        limit = _read(group / "memory.max").strip()
+        if not limit.isdecimal() or int(limit) >= whole:
+            continue
+        used = _read(group / "memory.current").strip()
+        held = _read(group / "memory.stat").split()
         cached = 0
         if "inactive_file" in held:  # Pages of files, which are given up for others.
             cached = int(held[held.index("inactive_file") + 1])

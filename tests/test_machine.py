@@ -104,6 +104,7 @@ def root(tmp_path):
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
     (tmp_path / "proc" / "self" / "statm").write_text("900 30 5 1 0 100 0\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
     (tmp_path / machine.GROUPS).mkdir(parents=True)
     return tmp_path
 
@@ -122,7 +123,14 @@ def test_a_control_group_allows_less(root):
     (group / "memory.current").write_text("450000\n")
     (group / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
     assert machine.left_bytes(root) == (70_000, 500_000)
+    inner = group / "user.slice/run.scope"
+    inner.mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/user.slice/run.scope\n")
+    (inner / "memory.max").write_text("300000\n")
+    (inner / "memory.current").write_text("250000\n")
+    assert machine.left_bytes(root) == (50_000, 300_000)
     (group / "memory.max").write_text("max\n")
+    (inner / "memory.max").write_text("max\n")
     assert machine.left_bytes(root) == (400 << 10, 1000 << 10)
 
 

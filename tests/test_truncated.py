@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 from etils import epath
@@ -29,7 +28,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import (
     FragmentSnapshots,
     Publishes,
 )
-from diloco_jax.coordinator.roster import MeasuredIsland, Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
@@ -154,10 +152,10 @@ def publish(folder: Path) -> Kind:
 
     def read() -> Any:
         mapped = publishes.mapped(0, Version(1, 2))
-        found, final = publishes.read(0, Version(1, 2), None)
+        found, how = publishes.read(0, Version(1, 2), None)
         assert mapped is not None
         assert bytes(mapped) == bytes(found)
-        return bytes(found), final
+        return bytes(found), how
 
     return Kind(path, read)
 
@@ -198,16 +196,6 @@ def prepared_rows(folder: Path) -> Kind:
     contents = read_manifest(out)
     path = out / contents.train.shards[0].name
     return Kind(path, lambda: require_whole(out, contents))
-
-
-def roster(folder: Path) -> Kind:
-    path = folder / "roster.msgpack"
-    made = Roster(path)
-    made.members["a"] = MeasuredIsland(
-        tokens_per_step=3, first_seen=1.0, last_seen=2.0, active=[(1.0, 2.0)] * 9
-    )
-    made.save()
-    return Kind(path, lambda: msgspec.msgpack.encode(Roster(path).members))
 
 
 def config_json(folder: Path) -> Kind:
@@ -258,14 +246,13 @@ KINDS = (
     file_of_tokens,
     prepared_manifest,
     prepared_rows,
-    roster,
     config_json,
     run_json,
     summary,
     attempts,
     certificate,
 )
-CUTS = 60
+CUTS = 64
 """Files of each kind."""
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,4 +178,4 @@ def bounds(outcomes: list[Outcome]) -> list[support.Check]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

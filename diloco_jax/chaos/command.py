@@ -33,7 +33,7 @@ from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.terminal import say
-from diloco_jax.workdir import read_config, read_summary
+from diloco_jax.workdir import is_held, read_config, read_summary
 
 
 def run(
@@ -199,9 +199,10 @@ def strike_running(
 
 
 def _is_running(workdir: Path) -> bool:
-    """Tell whether a process goes on that the run's launcher noted."""
+    """Tell whether the run's launcher goes on, and a process that it noted: without
+    it, what it noted may be another's by now."""
     pids = itertools.chain.from_iterable(noted(workdir).values())
-    return any(signal_group(pid, 0) for pid in pids)
+    return is_held(workdir) and any(signal_group(pid, 0) for pid in pids)
 
 
 def _require_possible(

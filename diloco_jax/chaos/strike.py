@@ -274,10 +274,9 @@ class Striker:
             for name in strike.links(self._islands):
                 self._relays[name].set(**changes)  # type: ignore[arg-type]
             return []
-        if strike.kind in OF_DISK:
-            assert self.workdir is not None
-            return [] if fill(self.workdir) else [*strike.who]
         assert self.workdir is not None
+        if strike.kind in OF_DISK:
+            return [] if fill(self.workdir) else [*strike.who]
         missed, struck = [], list[int]()
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
         pids = noted(self.workdir)

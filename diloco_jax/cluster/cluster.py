@@ -517,17 +517,23 @@ class LocalCluster:
     def close(self) -> None:
         """End every process; remove the folder if it is a temporary one."""
         if self._launcher is not None and not self.ended:
+            step_s = self._longest_step()
             self._launcher.terminate()
             try:
                 # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
                 stop_s = self.config.placement.deadlines.stop_s
-                steps = (i.step_seconds for i in self.config.islands.values())
-                self._launcher.wait(4 * stop_s + 2 * max(steps))
+                self._launcher.wait(4 * stop_s + 2 * step_s)
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
                 self._launcher.wait()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    def _longest_step(self) -> float:
+        """Return the seconds of the slowest island's steps, as far as that is known."""
+        seen = self.status()["islands"].values()
+        steps = [island.step_seconds for island in self.config.islands.values()]
+        return max(*steps, *(float(i["median_step_seconds"]) for i in seen), 0.0)
 
     @property
     def ended(self) -> bool:

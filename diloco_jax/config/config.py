@@ -72,12 +72,9 @@ Named = tuple[tuple[str, str], ...]
 """Pairs of a field and the member's name in it."""
 
 
-def check_members(run: object) -> None:
+def check_members(run: RunConfig) -> None:
     """Raise ConfigError if a field names no member, or one from outside the package
-    that fails on a tiny piece. The error names the field, and the line at fault.
-
-    run: a `RunConfig`, whose file imports none of the families.
-    """
+    that fails on a tiny piece. The error names the field, and the line at fault."""
     outside = []
     for field, family in FIELDS.items():
         section, attribute = field.split(".")

@@ -181,9 +181,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
 def check_bounds(config: Any) -> None:
     """Hold the numbers of a dataclass to their bounds; raises as `check_fields`."""
     for field in dataclasses.fields(config):
-        bound = bound_of(field)
-        if bound is not None:
-            _check_bound(field.name, getattr(config, field.name), bound)
+        bound, value = bound_of(field), getattr(config, field.name)
+        if bound is not None and value is not None:
+            _check_bound(field.name, value, bound)
 
 
 def within(config: Any, bound: Bound, *fields: str) -> None:

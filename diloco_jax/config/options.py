@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.config.fields import positional, setting, types_of
+from diloco_jax.config.fields import check_bounds, positional, setting, types_of
 from diloco_jax.errors import ConfigError, suggest
 
 T = TypeVar("T")
@@ -61,7 +61,8 @@ def parse(
     """Read the options of a command that takes no config.
 
     Unknown or malformed options end the process with code 2 and a suggestion on
-    standard error, as argument parsers do.
+    standard error, as argument parsers do. Raises ConfigError for a value out of its
+    bounds.
 
     Args:
       parts: dataclass instances, which together have the options and their defaults.
@@ -75,7 +76,10 @@ def parse(
     """
     sections = [(f"part_{i}", _section(part)) for i, part in enumerate(parts)]
     parsed = _parse(sections, arguments, prog, description, plain=True)
-    return [_original(values) for values in vars(parsed).values()]
+    found = [_original(values) for values in vars(parsed).values()]
+    for options in found:
+        check_bounds(options)
+    return found
 
 
 def command(
@@ -132,13 +136,11 @@ def parse_with_config(
     sections = [
         ("own", visible("", _section(options))),
         ("run", _section(config.run, shown=shown)),
-        *[
-            (
-                "islands",
-                visible("islands", dict[str, IslandConfig]),
-                _constant(config.islands),
-            )
-        ],
+        (
+            "islands",
+            visible("islands", dict[str, IslandConfig]),
+            _constant(config.islands),
+        ),
         *(
             (f"placement_{name}", visible(name, _section(placement, group=name)))
             for name in groups
@@ -161,7 +163,9 @@ def parse_with_config(
         placement=Placement(**placed),
         launch=_original(parsed.launch),
     )
-    return config.validate(), _original(parsed.own)
+    own = _original(parsed.own)
+    check_bounds(own)
+    return config.validate(), own
 
 
 def _shown(

@@ -162,6 +162,8 @@ class Coordinator:
         self._interrupted = False
         self._server: Server | None = None
         self._unheard: Sequence[FromHolder] = ()
+        self._environment: dict[str, Any] = {}
+        """That of the process in which merges of a search's fragments run."""
 
     def start(self, serves: Callable[[], None] = lambda: None) -> None:
         """Make or load the state, or gather it from islands, and serve. serves: called
@@ -356,7 +358,7 @@ class Coordinator:
                 self._tape.append(durable.dated(record))
                 state = recovery.fragment_begun(state, record)
             origin.commit(self.holder, found)
-        return state
+        return recovery.serving_from(self._policy, state, time.monotonic())
 
     def _of_new_run(self) -> State:
         """Return the state of a new run. An island gives its parameters, or workers or
@@ -366,7 +368,7 @@ class Coordinator:
             aim = origin.aim_of_run(self.config, self._plan, "")
             aim = replace(aim, names=frozenset((giver,)), first=True)
             searched = self._search(aim)
-            self._tell_begun(self._environment(), giver, searched.found)
+            self._tell_begun(self._environment, giver, searched.found)
             self._begin_with(state, searched.holder)
             origin.commit(searched.holder, searched.found)
             return state
@@ -401,7 +403,7 @@ class Coordinator:
             fingerprint=self._policy.fingerprint,
             plan=self._plan.digest(),
             parameters_digest=origin.digest_of(found),
-            environment=self._environment(),
+            environment=self._environment,
             since=self._tape.went_on,
             fragment_parameters=self._plan.sizes,
         )
@@ -443,9 +445,6 @@ class Coordinator:
         )
         self._tape.append(durable.dated(begun))
 
-    def _environment(self) -> dict[str, Any]:
-        return make_store(self.config, self._plan).describe()
-
     def _begin_with(
         self, state: State, holder: FragmentHolder, before: int | None = None
     ) -> None:
@@ -469,7 +468,8 @@ class Coordinator:
         """Return a holder that waits for the anchors of all fragments. term: that which
         begins with them."""
         holder = self._make_holder(term)
-        holder.restore(RestoreFragments(fragments=self._all_at(NOTHING)))
+        asked = RestoreFragments(fragments=self._all_at(NOTHING))
+        self._environment = holder.restore(asked).environment
         return holder
 
     def _make_holder(self, term: int, *, over: bool = False) -> FragmentHolder:

@@ -175,6 +175,7 @@ def aim_of_lost(aim: Aim, state: State, lost: Sequence[int], tape: Tape) -> Aim:
         lost=tuple(lost),
         term=state.term + 1,
         last_name=state.term_name,
+        admitted=state.admitted,
         known={
             fragment: recovery.versions_known(state.fragments[fragment], of_fragment)
             for fragment, of_fragment in digests.items()

@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -18,7 +17,6 @@ from typing import Any, Protocol
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.config import ConfigError
 from diloco_jax.files import json_number, naming
 from diloco_jax.observability.failures import Failures, KeptFailures
 from diloco_jax.observability.measures import IslandMeasure
@@ -106,23 +104,23 @@ class Roster:
     """All islands that ever said hello, and what failed. Only the lead's thread uses
     it."""
 
-    def __init__(self, path: Path | None = None, *, put_aside: bool = False) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         """path: the file that `save` writes; it is read if it exists, and so is the one
-        of the failures beside it. put_aside: see `_read`."""
-        self._path, read = path, functools.partial(_read, put_aside=put_aside)
+        of the failures beside it."""
+        self._path = path
         self.members: dict[str, MeasuredIsland] = {}
         self.before: Mapping[str, Totals] = {}
         """Tokens of islands before the roster began, which no measure includes."""
         self.failures = Failures()
         if path is not None:
-            self.members = read(path, dict[str, MeasuredIsland]) or {}
+            self.members = _read(path, dict[str, MeasuredIsland]) or {}
             beside = path.with_name(run_files.FAILURES)
-            self.failures = Failures(read(beside, KeptFailures))
+            self.failures = Failures(_read(beside, KeptFailures))
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
         """Load the files that the coordinator's last life left."""
-        roster = cls(path, put_aside=True)
+        roster = cls(path)
         roster.failures.catch_up(path.parent)
         return roster
 
@@ -304,17 +302,15 @@ class Roster:
         member.adopted = {}
 
 
-def _read(path: Path, kind: Any, *, put_aside: bool) -> Any:
-    """Return what a file holds; None if there is none. put_aside: so is one that cannot
-    be read, as after a power cut: no decision depends on it."""
+def _read(path: Path, kind: Any) -> Any:
+    """Return what a file holds; None if there is none. One that cannot be read, as
+    after a power cut, is put aside: no decision depends on it."""
     if not path.exists():
         return None
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
         wrong = f"{path} cannot be read ({error}); restore it from a copy"
-        if not put_aside:
-            raise ConfigError(wrong) from error
     damaged = path.with_suffix(".damaged")
     os.replace(path, damaged)
     logger.warning(

@@ -313,6 +313,12 @@ class Service(Handlers):
                     f"kept are {describe_cycles(kept)}. Export its last version when "
                     f"it has ended",
                 )
+            if cycle == now:
+                raise Refused(
+                    "cycle",
+                    f"cycle {cycle} has begun without being kept; kept are "
+                    f"{describe_cycles(kept)}. Leave --cycle out, and the next one is",
+                )
             raise Refused(
                 "cycle",
                 f"cycle {cycle} is not kept, and no other than the run's present one, "
@@ -558,15 +564,16 @@ class AnchorSearch(Handlers, Log):
     def search(self) -> Searched:
         """Wait for islands until a deadline, and for their anchors.
 
-        Raises ConfigError that says why there will be no term, AskedToEnd.
+        Raises SearchError, or ConfigError for what no island has, that say why there
+        will be no term; AskedToEnd.
         """
         logger.warning("%s", self._waits)
         self._thread.run()
         if self._found is None:
             raise AskedToEnd(f"ending, asked to: {self._waits}")
         assert self._holder is not None
-        alerts = [HolderTroubled(text=text) for text in self._alerts]
-        return Searched(self._found, self._holder, [*self._unheard, *alerts])
+        self._unheard += [HolderTroubled(text=text) for text in self._alerts]
+        return Searched(self._found, self._holder, self._unheard)
 
     # ---- calls of islands, on many threads ----------------------------------------
 
@@ -574,7 +581,8 @@ class AnchorSearch(Handlers, Log):
         """Take the offer of an island that connects."""
         check_hello(hello)
         check_incarnation(hello, 0, time.time())
-        if unknown := members.unknown(self._config, hello.island):
+        admitted = self._thread.state.aim.admitted
+        if unknown := members.unknown(self._config, hello.island, admitted):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)
         differences = tuple(self._likeness.differences(hello))

@@ -262,7 +262,8 @@ def _skipping(roster: Roster) -> list[str]:
 def _awaited(config: PolicyConfig, state: State) -> list[str]:
     """Return an alert that says why a run that has its tokens does not end."""
     names = ending.awaited(state) if state.phase == "stopping" else ()
-    away = [name for name in names if state.islands[name].status == "absent"]
+    here = {name for name, one in state.islands.items() if one.status != "absent"}
+    away = [name for name in names if name not in here]  # Or not yet in this term.
     if not away:
         return []
     return [

@@ -429,6 +429,8 @@ class HoldingWorker(Handlers):
         self.holder.close()
         own = self.holder.fragments
         patience_s, text = self._config.placement.outage_budget_s, ""
+        if within_s is not None:
+            patience_s = within_s
         if self.holder.wait(lambda: patience_s):
             try:
                 self.holder.save_all(within_s)

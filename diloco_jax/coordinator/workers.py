@@ -80,6 +80,7 @@ from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
     Refused,
+    RemoteProtocolError,
     SecurityError,
     WireError,
 )
@@ -152,7 +153,7 @@ class LedWorker:
         except TimeoutError:
             raise ConnectionLost(
                 f"{self.name} has not restored its fragments within {within_s:g} s "
-                f"(placement.outage_budget_s); see its log"
+                f"(by placement.outage_budget_s); see its log"
             ) from None
 
     def send(self, message: ToHolder | AwaitTake | SaveAll | LetGo | RunOver) -> None:
@@ -160,9 +161,13 @@ class LedWorker:
         if (line := self._line) is not None:
             line.send(message)
 
-    def saved(self) -> AllSaved | None:
-        """Return the answer to `SaveAll`; None if the line broke."""
-        return self._saved.result()
+    def saved(self, within_s: float | None) -> AllSaved | None:
+        """Return the answer to `SaveAll`; None if the line broke, or if it has not come
+        in a time twice as long."""
+        try:
+            return self._saved.result(None if within_s is None else 2 * within_s)
+        except TimeoutError:
+            return None
 
     def fetch(self, fragment: int, version: Version, max_bytes: int) -> memoryview:
         """Return Theta of a fragment that it serves or keeps, f32. Raises WireError."""
@@ -254,7 +259,8 @@ class LedWorker:
         if not self.address:
             if not isinstance(error, Refused | SecurityError | ConfigError):
                 error = ConnectionLost(f"{self.name} did not come up: {error}")
-            self._restored.set_exception(error)
+            if not self._restored.done():  # At the end it is dialled once more.
+                self._restored.set_exception(error)
             return
         self._failed(
             ConnectionLost(
@@ -433,7 +439,9 @@ class WorkersHolder(FragmentHolder):
                 self._of(message.fragment).send(message)
         if isinstance(message, KeepFragment):
             theta = functools.partial(self._fetch_kept, message)
-            self._kept.keep(message, theta, self._tell)
+            let_go = LetGo(fragment=message.fragment)
+            done = functools.partial(self._of(message.fragment).send, let_go)
+            self._kept.keep(message, theta, self._tell, done)
 
     # ---- what the process around it asks for ----------------------------------------
 
@@ -469,10 +477,10 @@ class WorkersHolder(FragmentHolder):
             return True
         for worker in self._workers:
             worker.send(SaveAll(within_s=within_s))
-        saved = [(worker, worker.saved()) for worker in self._workers]
+        saved = [(worker, worker.saved(within_s)) for worker in self._workers]
         for worker, one in saved:
             if one is None or one.text:
-                why = "the line to it broke" if one is None else one.text
+                why = "it has not answered" if one is None else one.text
                 logger.error("%s wrote no last snapshot: %s", worker.name, why)
             for fragment, digest in one.digests.items() if one else ():
                 self._digests[fragment] = digest
@@ -555,10 +563,7 @@ class WorkersHolder(FragmentHolder):
 
     def _fetch_kept(self, keep: KeepFragment) -> list[Any]:
         """Fetch a fragment that its worker keeps for a cycle. Raises WireError."""
-        try:
-            return self._fetched(keep.fragment, keep.version)["theta"]
-        finally:
-            self._of(keep.fragment).send(LetGo(fragment=keep.fragment))
+        return self._fetched(keep.fragment, keep.version)["theta"]
 
     def _fetch_last(self, worker: LedWorker, saved: AllSaved) -> bool:
         """Fetch the last snapshots of a worker; tell whether all that it has is here.
@@ -584,14 +589,14 @@ class WorkersHolder(FragmentHolder):
                 version = saved.versions[fragment]
                 arrays = self._fetched(fragment, version)
                 if (found := digest_arrays(arrays["theta"])) != digest:
-                    raise OSError(
+                    raise RemoteProtocolError(
                         f"fragment {fragment} came with digest {found}, and its worker "
                         f"has {digest}"
                     )
                 snapshots.save_first(fragment, version, arrays)
                 arrays.clear()
                 give_memory_back()
-        except (WireError, OSError) as error:
+        except WireError as error:
             logger.error("fragments are at %s alone: %s", worker.name, error)
             return False
         return True

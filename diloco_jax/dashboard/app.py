@@ -39,7 +39,7 @@ from diloco_jax.models.flops import sequence_flops
 from diloco_jax.observability.measures import health_of
 from diloco_jax.observability.tape import NewLines, nbytes
 from diloco_jax.wire.errors import WireError
-from diloco_jax.workdir import holds_run, read_facts
+from diloco_jax.workdir import holds_run, read_facts, require_format
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,7 @@ class RunReader:
         Raises ConfigError if the folder holds no run of this format, and none is being
         started there.
         """
-        if holds_run(workdir):
-            read_facts(workdir)
-        elif not (workdir / run_files.CONFIG).exists():
-            raise ConfigError(
-                f"{workdir} holds no run (there is no {run_files.FACTS}); give the "
-                f"workdir of a run"
-            )
+        require_format(workdir)
         self._workdir, self._placement = workdir, placement
         self._link_bytes_per_s = link_bytes_per_s
         self._config: Config = read_config_json(workdir / run_files.CONFIG)

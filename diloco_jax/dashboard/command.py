@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.config.fields import NOT_NEGATIVE, check_bounds, positional, setting
+from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
 from diloco_jax.config.options import command
 from diloco_jax.files import expand
 
@@ -44,7 +44,6 @@ class DashboardOptions:
 @command(DashboardOptions, "diloco dashboard")
 def dashboard_command(options: DashboardOptions) -> int:
     """Show a run in a browser, on this machine alone. It reads and changes nothing."""
-    check_bounds(options)
     import uvicorn
 
     from diloco_jax.dashboard.app import RunReader, make_app

@@ -354,7 +354,8 @@ def _failures(timeline: Timeline, window: Window) -> dict[str, Any]:
     found = list(timeline.failures.within(window.start, window.stop))
 
     def after(time: float | None) -> float | None:
-        return None if time is None else round(time - begin, 1)
+        # Their differences are shown to a tenth, as the summary has them.
+        return None if time is None else round(time - begin, 3)
 
     kept = found[FAILURES_SHOWN - 1 :: -1] if found else []
     whys = list(dict.fromkeys(one.why for one in kept))

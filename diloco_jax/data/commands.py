@@ -15,7 +15,6 @@ from diloco_jax.config.fields import (
     AT_LEAST_1,
     BETWEEN,
     NOT_NEGATIVE,
-    check_bounds,
     check_utf8,
     positional,
     setting,
@@ -87,7 +86,6 @@ def data_command(arguments: Sequence[str]) -> int:
         "Make packed rows of tokens out of text, JSON lines and Parquet, for "
         "data.paths. What is interrupted goes on with the same command.",
     )
-    check_bounds(options)
     check_utf8("SOURCES", *options.sources)
     check_utf8("--text-field", options.text_field)
     check_utf8("--turn", options.turn)

@@ -259,9 +259,10 @@ class Windows:
         """tokens: integers [tokens]. ConfigError if they do not fill one window."""
         if len(tokens) <= sequence_length:
             raise ConfigError(
-                f"the training text has {len(tokens)} bytes, but one window at "
-                f"sequence_length = {sequence_length} takes {sequence_length + 1}; "
-                f"give more text (data.paths) or lower sequence_length"
+                f"the training text has {len(tokens)} tokens (of text, bytes), but one "
+                f"window at sequence_length = {sequence_length} takes "
+                f"{sequence_length + 1}; give more text (data.paths) or lower "
+                f"sequence_length"
             )
         self._length = sequence_length
         self._tokens = tokens
@@ -292,9 +293,9 @@ class ValidationWindows:
         """tokens: integers [tokens]. ConfigError if there is nothing to predict."""
         if len(tokens) < 2:
             raise ConfigError(
-                f"the validation text has {len(tokens)} bytes, but 2 are needed to "
-                f"predict one; raise data.validation_fraction or give more text "
-                f"(data.paths)"
+                f"the validation text has {len(tokens)} tokens (of text, bytes), but 2 "
+                f"are needed to predict one; raise data.validation_fraction or give "
+                f"more text (data.paths)"
             )
         self._length = sequence_length
         self._tokens = tokens

@@ -315,7 +315,8 @@ def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
         slots_of(weights)
     except ValueError as error:
         raise ConfigError(
-            f"data.weights: {error}; raise it, or leave its folder out"
+            f"data.weights: {error}; raise it, leave its folder out, or prepare small "
+            f"folders together"
         ) from error
     return weights if len(rows) > 1 else ()
 
@@ -352,6 +353,7 @@ def _own(run: RunConfig) -> Data:
             f"{where}: digest is empty; give one that changes with the data"
         )
     for name, source in (("train", data.train), ("validation", data.validation)):
+        tried = 0
         try:
             if not len(source):
                 raise ConfigError("has no row; it needs one")
@@ -361,9 +363,9 @@ def _own(run: RunConfig) -> Data:
                     f"shuffled; `.repeat()` has no end: leave it out, since a run "
                     f"repeats its epochs by itself"
                 )
-            for number in range(0, len(source), -(-len(source) // ROWS_TRIED)):
-                require_row(source[number], number)
-            row = source[0]
+            for tried in range(0, len(source), -(-len(source) // ROWS_TRIED)):
+                require_row(source[tried], tried)
+            tried, row = 0, source[0]
             for key, field in source.fields.items():
                 value = row.get(key)
                 if not isinstance(value, np.ndarray) or value.dtype != field.dtype:
@@ -383,7 +385,7 @@ def _own(run: RunConfig) -> Data:
             raise ConfigError(f"{where}: {name} {error}") from error
         except Exception as error:
             raise ConfigError(
-                f"{where}: row 0 of {name} cannot be read: {said(error)}"
+                f"{where}: row {tried} of {name} cannot be read: {said(error)}"
             ) from error
     return data
 

@@ -123,7 +123,7 @@ def prepare(
     sources = [
         source
         for source in find_sources(paths)
-        if not Path(source.path).is_relative_to(scratch)
+        if not Path(source.path).resolve().is_relative_to(scratch.resolve())
     ]
     tokenizer, pictures = recipe.tokenizer, recipe.reader.pictures
     part_bytes = part_bytes or (PICTURE_PART_BYTES if pictures else PART_BYTES)
@@ -305,13 +305,21 @@ def _finish(
             shutil.copyfile(path, scratch / kept_name(path))
     manifest = msgspec.json.format(msgspec.json.encode(prepared), indent=1)
     files.write_text(manifest.decode() + "\n", scratch / MANIFEST)
-    for path in (scratch / PLAN, scratch / LOCK):
-        path.unlink()
-    shutil.rmtree(scratch / "parts")
-    for path in scratch.glob("*.tmp"):  # Of a command that was killed.
-        path.unlink(missing_ok=True)
     sync_path(scratch)
-    scratch.rename(out)
+    try:
+        scratch.rename(out)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT: {scratch} is done and cannot be renamed to {out} "
+            f"({error.strerror}); move away what is there, and give the same command "
+            f"again"
+        ) from error
+    for path in (out / PLAN, out / LOCK):
+        path.unlink()
+    shutil.rmtree(out / "parts")
+    for path in out.glob("*.tmp"):  # Of a command that was killed.
+        path.unlink(missing_ok=True)
+    sync_path(out)
     sync_path(out.parent)
     return prepared
 

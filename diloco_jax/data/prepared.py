@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import random
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -340,7 +339,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[int, ...] = ()
     """Tokens that end an answer of the chats."""
     pictures: RowPictures | msgspec.UnsetType = msgspec.UNSET
-    """None where no row has any."""
+    """Left out where no row has any."""
     tokenizer: Tokens
     train: Split
     validation: Split
@@ -454,9 +453,7 @@ class PreparedRows:
         self._pictures = pictures
         self._folder, self._records = DataFolder(folder), prepared.records
         self._shards = split.shards
-        self._ends = np.array(
-            list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
-        )
+        self._ends = np.cumsum([shard.rows for shard in split.shards], dtype=np.int64)
         # The one unused for longest is dropped; it closes once its last read ends.
         opened = functools.partial(_opened, self._folder, self._shards)
         self._reader = functools.lru_cache(MOST_OPEN)(opened)

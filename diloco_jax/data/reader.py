@@ -215,12 +215,6 @@ class LeasedStream:
         if own:
             self._ahead = self._affordable(sum(b - a for a, b in self._own))
 
-    @property
-    def granted(self) -> int:
-        """Number of sequences leased to this incarnation so far."""
-        with self._lock:
-            return self._positions.granted
-
     def grant(self, span: Span) -> None:
         """Add positions [start, stop) after those granted before."""
         with self._lock:

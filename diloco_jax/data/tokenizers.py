@@ -209,6 +209,7 @@ class Bytes(Tokenizer):
 
 
 PROBE = "a"
+"""What shows the special tokens around a document; else a word of the vocabulary."""
 
 
 class JsonTokenizer(Tokenizer):
@@ -235,8 +236,7 @@ class JsonTokenizer(Tokenizer):
             highest = max(self._made.get_vocab().values(), default=-1)
             if highest > np.iinfo(np.int32).max:
                 raise ValueError(f"it has the token {highest}")
-            whole = list(self._made.encode(PROBE).ids)
-            bare = list(self._made.encode(PROBE, add_special_tokens=False).ids)
+            whole, bare = self._probed()
         self._name(path, data)
         self.vocab_size = highest + 1
         at = next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)
@@ -246,6 +246,17 @@ class JsonTokenizer(Tokenizer):
         self.end = end if end >= 0 else None
         # It would leave spaces out of a token's place, and nothing else is asked of it.
         self._made.post_processor = None
+
+    def _probed(self) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text with and without the special ones around it.
+        Raises ValueError if there is no text that has tokens."""
+        added = self._made.get_added_tokens_decoder().values()
+        special = {token.content for token in added}
+        for text in (PROBE, *self._made.get_vocab()):
+            bare = list(self._made.encode(text, add_special_tokens=False).ids)
+            if bare and text not in special:
+                return list(self._made.encode(text).ids), bare
+        raise ValueError("no word of its vocabulary has a token")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with refusing(Path(self.name), "encode a text"):

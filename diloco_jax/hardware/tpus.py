@@ -334,6 +334,7 @@ def _exists(generation: Generation, shape: str) -> bool:
         and len(axes) == len(_axes(generation.shapes[0]))
         and axes == sorted(axes)
         and all(axis and axis % cube == 0 for axis in axes)
+        and shape == "x".join(map(str, axes))
         and math.prod(axes) <= generation.max_chips
     )
 

@@ -6,9 +6,9 @@ waits for it. An adoption is decided only once every host has its part of the by
 host 0 sends orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `gives/HOST`, `begin`, `joined`, `told/HOST`; `decision/N`, `passed/N/HOST`;
-`order/N`, `answer/N/HOST`; `leave`, `left`; `compiled/HOST`, `restored/HOST`,
-`ready/HOST`, where `host.py` has them meet. Keys under `folder/` belong to
-`checkpoints.py`.
+`order/N`, `answer/N/HOST`; `leave`, `left`; `here/HOST`, where `joined.py` has them
+meet, and `compiled/HOST`, `restored/HOST`, `ready/HOST`, where `host.py` does. Keys
+under `folder/` belong to `checkpoints.py`.
 """
 
 from __future__ import annotations

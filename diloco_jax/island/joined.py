@@ -95,8 +95,8 @@ def join(
     Raises:
       ConfigError: something does not fit the run; names the field, both values and the
         remedy.
-      SecurityError, ConnectionLost: no coordinator that can be trusted answered within
-        a minute; one that was lost may come back in that time.
+      SecurityError, ConnectionLost: no coordinator that can be trusted answered, within
+        ten minutes for one that is away and may come back.
     """
     if incarnation < 1:
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
@@ -169,8 +169,13 @@ class JoinedIsland:
     ) -> None:
         if error is not None:
             self._close(Ending(EXIT_FAILED, f"{type(error).__name__}: {error}"))
-        else:
-            self._close(self._ending or self._leave())
+            return
+        try:
+            ending = self._ending or self._leave()
+        except BaseException as left:
+            self._close(Ending(EXIT_FAILED, f"{type(left).__name__}: {left}"))
+            raise
+        self._close(ending)
 
     @property
     def params(self) -> Any:

@@ -299,8 +299,8 @@ class Link(NetworkThreads):
         return welcome
 
     def _end(self, ending: Ending) -> None:
-        self._mailbox.end(*ending)
         self._closing.set()
+        self._mailbox.end(*ending)  # Wakes the reporting thread.
 
     # ---- reporting --------------------------------------------------------------
 
@@ -309,7 +309,11 @@ class Link(NetworkThreads):
             assert self._connection is not None
             said = self._connection.reporting
             alive_in_s = said.alive_due_at - time.monotonic()
-            self._mailbox.wait_for_post(said.has_news, alive_in_s)
+
+            def due(status: Status, newest: int, said: Reporting = said) -> bool:
+                return self._closing.is_set() or said.has_news(status, newest)
+
+            self._mailbox.wait_for_post(due, alive_in_s)
             news_in_s = said.news_due_at - time.monotonic()
             if self._closing.wait(max(news_in_s, 0.0)):
                 return

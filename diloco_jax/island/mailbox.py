@@ -244,9 +244,7 @@ class Mailbox:
 
         def posted() -> bool:
             conversation = self._conversation
-            return conversation.ending is not None or has_news(
-                conversation.posted, conversation.newest_record
-            )
+            return has_news(conversation.posted, conversation.newest_record)
 
         with self._changed:
             self._changed.wait_for(posted, timeout_s)

@@ -183,11 +183,7 @@ class Timing:
         )
 
     def _median(self) -> float:
-        half, odd = divmod(len(self._sorted), 2)
-        if not self._sorted:
-            return 0.0
-        low, high = self._sorted[half + odd - 1], self._sorted[half]
-        return (low + high) / 2
+        return statistics.median(self._sorted) if self._sorted else 0.0
 
 
 def _mean_of(values: Collection[float]) -> float:

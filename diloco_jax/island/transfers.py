@@ -359,7 +359,7 @@ class Fetcher:
             most = max(exchange.anchor_bytes(fragment), MAX_CHAIN * size)
             fetched = self.lanes.of(fragment).fetch(request, max_bytes=most)
         payload = memoryview(fetched.payload)
-        if fetched.full:
+        if not fetched.count:
             self._mailbox.count(bytes_join=fetched.wire_bytes)
             if region is not None:
                 region.got(request, fetched.version, ())
@@ -408,8 +408,8 @@ class Receiver(NetworkThreads):
         self.join_seconds = 0.0
         """Seconds in which all that came of the join has come."""
         self._fetching, self._count = Fetching(versions, name), len(versions)
-        self._rests_s = DONOR_RESTS * deadlines.lease_s
         """Guarded by `_changed`."""
+        self._rests_s = DONOR_RESTS * deadlines.lease_s
         dealt = fetcher.lanes.dealt
         others = (
             frozenset(f for f, other in enumerate(dealt) if other != worker)

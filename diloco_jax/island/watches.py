@@ -55,7 +55,7 @@ LOOK_S = 1.0
 LITTLE_LEFT = 0.03
 """Share of the machine's memory below which little is left."""
 GIVE_BACK_LOOKS = 10
-"""Looks from one `memory.give_back` to the next, at most. Arrays of takes and adoptions
+"""Looks from one `give_memory_back` to the next, at most. Arrays of takes and adoptions
 come from a step's temporary memory and leave holes in it: a CPU island of 87 M
 parameters grew by 0.6 GB within a cycle. Each time takes some tens of milliseconds of
 this thread."""
@@ -311,7 +311,8 @@ def _traced(mailbox: Mailbox, folder: Path, name: str, request: ProfileRequest) 
     def passed(step: int) -> int:
         """Wait until that many steps are made; return how many are."""
         mailbox.wait_for_post(
-            lambda status, _: status.steps >= step, until - time.monotonic()
+            lambda status, _: status.steps >= step or mailbox.ending is not None,
+            until - time.monotonic(),
         )
         made = mailbox.status().steps
         if made >= step:

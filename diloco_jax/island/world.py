@@ -33,6 +33,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,11 @@ def ask_metadata(path: str, waits_s: float = 0.0) -> tuple[str, str]:
     with opener.open(request, timeout=METADATA_ANSWER_S + waits_s) as answer:
         if answer.headers.get("Metadata-Flavor") != "Google":
             raise ValueError("it answers, but is no metadata server")
-        return answer.read().decode(errors="replace"), answer.headers.get("ETag", "")
+        try:
+            text = answer.read().decode(errors="replace")
+        except HTTPException as error:
+            raise OSError(f"its answer broke off: {error!r}") from error
+        return text, answer.headers.get("ETag", "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -256,8 +256,16 @@ def _job(spec: LaunchSpec, name: str, file: str) -> Resource:
 
 
 def _disk(spec: LaunchSpec, name: str, file: str) -> Resource:
-    where = spec.cluster, "persistentvolumeclaim", name, NAME
-    return _made(spec, *where, _apply(spec, spec.cluster, file), keeps=True)
+    kind, cluster = "persistentvolumeclaim", spec.cluster
+    disk = _made(
+        spec, cluster, kind, name, NAME, _apply(spec, cluster, file), keeps=True
+    )
+    # A copy of the results that broke off leaves its pod, and that holds the disk.
+    reader = f"pod/{manifests.reader_name(spec)}"
+    delete = _delete(spec, cluster, reader, f"{kind}/{name}")
+    return (
+        disk if name != spec.coordinator else dataclasses.replace(disk, delete=delete)
+    )
 
 
 def _permit(spec: LaunchSpec, file: str) -> Resource:

@@ -30,7 +30,6 @@ from diloco_jax.cluster.cluster import LocalCluster, LocalClusterError
 from diloco_jax.cluster.processes import noted, signal_group
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.config import require_worth
-from diloco_jax.config.fields import check_bounds
 from diloco_jax.config.resolving import resolve_open
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
@@ -215,7 +214,6 @@ def _stop_loss(
 ) -> tuple[float, str, float | None]:
     """Return the seconds that it may take, what it will cost, in words, and the price
     of a second; None if nobody knows it."""
-    check_bounds(options)
     if options.records and options.on:
         raise ConfigError(
             f"--records {options.records} starts nothing, and --on {options.on} makes "

@@ -184,7 +184,7 @@ class LaunchSpec:
     def host_for(self, cluster: GkeCluster) -> str:
         """Return the host at which pods of that cluster dial the coordinator."""
         outside = self.settings.coordinator_address
-        return self.inside if cluster == self.cluster else outside or self.inside
+        return self.inside if cluster == self.cluster else outside
 
     @property
     def permit(self) -> str:

@@ -218,7 +218,7 @@ class Submitter:
         self._prepare()
         chosen, commands = self._resources(), list[Command]()
         for resource in resources:
-            if resource.content or resource in chosen:
+            if (resource.content and not resource.keeps) or resource in chosen:
                 commands += self._commands_for(resource)
         self._carry_out(commands)
 

@@ -284,13 +284,3 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
             if value is not None:
                 family.add_metric(labels, value)
         yield family
-
-
-def table(metrics: Iterable[Exported]) -> str:
-    """Return the rows of docs/prometheus.md."""
-    rows = ["| name | type | labels | unit | what it is |", "|---|---|---|---|---|"]
-    for metric in metrics:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        cells = (f"`{metric.name}`", metric.kind, labels, metric.unit, metric.help)
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)

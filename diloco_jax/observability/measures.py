@@ -110,8 +110,8 @@ class RecentGoodput:
         """Take in a status; see `summary.status`. Outside a running run, or as a new
         term begins its books, the window begins anew."""
         merged, last = status["tokens_merged"], self._last
-        begins = last is None or merged < last.merged
-        if begins or status["phase"] != "running" or last is None:
+        running = status["phase"] == "running"
+        if last is None or merged < last.merged or not running:
             self._samples.clear()
             self._last = _Sample(now, merged, 0.0)
         else:

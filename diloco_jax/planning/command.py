@@ -137,8 +137,8 @@ def render(plan: Plan, console: Console) -> None:
                 f"{f', each host keeps {_size(kept)} for its region' if kept else ''}"
             )
     lines += _expected(plan, groups)
-    about = _coordinator(run.coordinator, run.outage.restart_seconds)
-    lines += (f"{line} {bound}" for line in (*about, *run.outage.lines()))
+    about = (*_coordinator(run.coordinator), *run.outage.lines())
+    lines += (f"{line} {bound}" for line in about)
     lines.append(run.first_start.line)
     lines += run.rates.lines(run.coordinator.merges.rule)
     if run.measured.disk_write_bytes_per_s is None:
@@ -245,7 +245,7 @@ def _flops(field: str) -> Cell:
 Cell = Callable[[PlannedIsland, IslandPlan], str]
 ROWS: tuple[tuple[str, Cell], ...] = (
     ("topology", lambda _, c: c.topology),
-    ("chips", lambda _, c: str(c.chips)),
+    ("chips", lambda i, _: str(i.chips)),
     ("fits", _fits),
     ("HBM per device", _hbm("available")),
     ("  parameters", _hbm("parameters")),
@@ -257,7 +257,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("  late takes, more at most", _hbm("late_takes")),
     ("  of these, on the host", _hbm("pinned_host")),
     ("  activations and the rest", _hbm("temporaries")),
-    ("tokens per step", lambda _, c: f"{c.tokens_per_step:,}"),
+    ("tokens per step", lambda i, _: f"{i.tokens_per_step:,}"),
     ("FLOPs per step", _flops("model")),
     ("  by the formula", _flops("analytic")),
     ("  with recomputation", _flops("executed")),
@@ -316,7 +316,7 @@ def _expected(plan: Plan, groups: Groups) -> Iterator[str]:
         )
 
 
-def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
+def _coordinator(plan: CoordinatorPlan) -> tuple[str, ...]:
     disks = [("its disk", plan.disk)]
     if plan.workers:
         largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
@@ -331,8 +331,8 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         )
     return (
         f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of "
-        f"it while islands join), {plan.cores} cores, back {restart_seconds:.0f} s "
-        f"after it dies",
+        f"it while islands join), {plan.cores} cores, back "
+        f"{plan.restart_seconds:.0f} s after it dies",
         *(_disk(whose, disk) for whose, disk in disks),
         *workers,
         plan.merges.line,

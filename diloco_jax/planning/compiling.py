@@ -336,9 +336,6 @@ class IslandPlan:
     """Plan of one island: what the compiler reports, and what follows from it."""
 
     topology: str
-    chips: int
-    hosts: int
-    tokens_per_step: int
     fits: bool
     refusal: str
     """The compiler's message if the step does not fit."""
@@ -399,9 +396,6 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         exchange.append(_plan_exchange(found, kind, pieces))
     return IslandPlan(
         topology=found.topology,
-        chips=found.chips,
-        hosts=found.hosts,
-        tokens_per_step=island.batch_size * run.sequence_length,
         fits=not refusal,
         refusal=refusal,
         hbm=hbm,
@@ -518,7 +512,7 @@ def compile_islands(config: Config, report: Told) -> dict[str, Any]:
     for name in config.islands:
         # Without the fields that no compiler sees.
         compiled = dataclasses.replace(
-            config.islands[name], stands_for="", step_seconds=0.0, hosts=1
+            config.islands[name], stands_for="", region="", step_seconds=0.0, hosts=1
         )
         groups.setdefault((compiled, flags_of(config, name)), []).append(name)
     plans: dict[str, Any] = {}

@@ -336,8 +336,8 @@ class CoordinatorPlan:
     disk_cores: float
     """For snapshots and kept cycles, which are written and sealed."""
     cores: int
-    """Whole cores: `busy_cores`, and one for everything else. With workers: those of
-    each worker, and one for the lead."""
+    """Whole cores: those of wire, merges and disk, and one for everything else. With
+    workers: those of each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
     disks: tuple[DiskPlan, ...]
@@ -348,13 +348,8 @@ class CoordinatorPlan:
     restart_seconds: float
     """Seconds from the death of the process until all fragments are back. The first
     ones are merged after `PROCESS_S`, or what was measured in its place, and little
-    more. Every fragment's newest snapshot is read once, then its publishes since, half a round of them on average. Workers
-    read from disks of their own, side by side."""
-
-    @property
-    def busy_cores(self) -> float:
-        """Cores of all that grows with the parameters: wire, merges and disk."""
-        return self.wire_cores + self.merge_cores + self.disk_cores
+    more. Every fragment's newest snapshot is read once, then its publishes since, half
+    a round of them on average. Workers read from disks of their own, side by side."""
 
     @property
     def for_whom(self) -> str:
@@ -513,7 +508,8 @@ class OutagePlan:
     """One restart of the coordinator, and one gathering."""
 
     restart_seconds: float
-    """Seconds from the death of the process to its service, from its disk."""
+    """Seconds from the death of the process until all fragments are back from its disk.
+    """
     held_seconds: float
     """Seconds for which islands hold data: `placement.outage_budget_s`, or more by the
     size of the state."""

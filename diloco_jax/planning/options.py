@@ -22,7 +22,7 @@ from diloco_jax.config.fields import (
     check_bounds,
     setting,
 )
-from diloco_jax.config.placement import region_of
+from diloco_jax.config.placement import region_of, zones_of
 from diloco_jax.errors import ConfigError
 from diloco_jax.hardware.tpus import GENERATIONS, slice_of
 
@@ -162,13 +162,11 @@ def away(config: Config) -> list[str]:
     """Return the islands whose first zone is in another region than the coordinator's;
     none without zones."""
     home, zones = config.launch.coordinator_zone, config.launch.zones
-    first = {
-        name: zones.get(name, "").replace(",", " ").split() for name in config.islands
-    }
+    first = {name: zones_of(zones.get(name, ""))[0] for name in config.islands}
     return [
         name
         for name, zone in first.items()
-        if home and zone and region_of(zone[0]) != region_of(home)
+        if home and zone and region_of(zone) != region_of(home)
     ]
 
 

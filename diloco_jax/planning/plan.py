@@ -258,9 +258,7 @@ def plan_run(
     needs, run, hbm = needs_of(terms), terms.config.run, least_hbm_of(terms)
     slices = {n: slice_of(n, island) for n, island in config.islands.items()}
     tokens = {
-        name: made[name].tokens_per_step
-        if made
-        else island.batch_size * run.sequence_length
+        name: island.batch_size * run.sequence_length
         for name, island in config.islands.items()
     }
     islands = {

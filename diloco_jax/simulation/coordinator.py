@@ -324,7 +324,7 @@ class World:
     """A run whose connections never fail; islands come and go.
 
     make_body: makes the body of an incarnation of the named island.
-    persist, alert: see `VirtualCoordinator`.
+    alert: see `VirtualCoordinator`.
     report_s: longest time in seconds between two reports of an island.
     outages: seconds for which the coordinator is away, by the number of merges after
       which it dies, before an island is told of the last one. It comes back with what
@@ -343,7 +343,6 @@ class World:
         report_s: float,
         line_speed: LineSpeed | None = None,
         make_body: Callable[[str], Body] = lambda name: NoBody(),
-        persist: Callable[[Durable], None] = lambda record: None,
         alert: Callable[[str], None] = lambda text: None,
         merge_seconds: Callable[[Merge], float] = lambda merge: 0.0,
         outages: Mapping[int, float] | None = None,
@@ -352,7 +351,6 @@ class World:
         log, self.began_s = before
         self.clock = Clock(self.began_s)
         self._config, self._outages = config, dict(outages or {})
-        self._tell_persisted = persist
         self._lives_from = functools.partial(
             VirtualCoordinator,
             config,
@@ -364,9 +362,9 @@ class World:
         )
         self._log = list(log)
         """Records from which the coordinator comes back."""
-        self._merges = 0
         self.coordinator = self._lives_from(self._recovered())
         """Present life of the coordinator, or the last one while it is away."""
+        self._merges = sum(f.merges for f in self.coordinator.state.fragments)
         self.away = False
         """True while no coordinator serves."""
         self.islands: dict[str, VirtualIsland] = {}
@@ -414,7 +412,6 @@ class World:
 
     def _persist(self, record: Durable) -> None:
         self._log.append(record)
-        self._tell_persisted(record)
         if isinstance(record, Merged):
             self._merges += 1
             away_s = self._outages.get(self._merges)

@@ -181,8 +181,8 @@ class EmulatedWorld(World):
                 *found,
             )
         )
-        if not every or tokens < self._evaluate_at_tokens:
-            return False
+        if merge.final or not every or tokens < self._evaluate_at_tokens:
+            return False  # What the flush leaves is evaluated at the end.
         self._evaluate_at_tokens = tokens - tokens % every + every
         return True
 
@@ -454,7 +454,6 @@ def check(config: Config, options: EmulationOptions) -> None:
     config.validate()
     options.validate(config.islands)
     deadlines = config.placement.deadlines
-    options.require_reach(len(config.islands), deadlines.report_s)
     for name, island in config.islands.items():
         if not island.step_seconds > 0:
             raise ConfigError(
@@ -462,7 +461,12 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"goes by it: give the seconds of a step, as in "
                 f"--islands.{name}.step-seconds 0.5"
             )
-    for fault in parse_faults(config.placement.faults, config.islands).faults:
+    faults = parse_faults(config.placement.faults, config.islands).faults
+    pauses = {
+        f"placement.faults, {f.who}@{f.step}": f.pause_s for f in faults if f.pause_s
+    }
+    options.require_reach(len(config.islands), deadlines.report_s, pauses)
+    for fault in faults:
         waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
         away = waits and not fault.prepared and fault.incarnation == 1
         if fault.who == COORDINATOR and not away:

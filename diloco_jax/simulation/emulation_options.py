@@ -131,19 +131,24 @@ class EmulationOptions:
                 f"into other rows; leave one of them out"
             )
 
-    def require_reach(self, islands: int, report_s: float) -> None:
+    def require_reach(
+        self, islands: int, report_s: float, pauses: Mapping[str, float]
+    ) -> None:
         """Raise ConfigError if a wait is longer than an emulation gets through.
 
-        While it waits, each island reports every `report_s` seconds.
+        While it waits, each island reports every `report_s` seconds. pauses: seconds of
+        each fault that stops somebody, infinite for a hang.
         """
         most = MOST_REPORTS * report_s / islands
-        for owner, field in (
-            (self, "merge_seconds"),
-            (self, "join_seconds"),
-            (self, "down_seconds"),
-            (self.line, "latency_s"),
-        ):
-            if (value := getattr(owner, field)) > most:
+        waits = {
+            "merge_seconds": self.merge_seconds,
+            "join_seconds": self.join_seconds,
+            "down_seconds": self.down_seconds,
+            "latency_s": self.line.latency_s,
+            **pauses,
+        }
+        for field, value in waits.items():
+            if value > most:
                 raise ConfigError(
                     f"{field} = {value:g}: meanwhile {islands} islands report every "
                     f"{report_s:g} s (placement.time_budget_s / 10), and more than "

@@ -170,7 +170,8 @@ def require_forkable(
                 f"of the data; leave --{name} out. {_otherwise(workdir)}"
             )
     first, last = options.skip_merges
-    if not options.at or (last and not options.at < first <= last):
+    skips = any(options.skip_merges)
+    if not options.at or (skips and not options.at < first <= last):
         raise ConfigError(
             f"at = {options.at}, skip_merges = {first} {last}; give --at, the last "
             f"merge that the fork shares with the run, counted from 1, and beyond it "

@@ -101,14 +101,16 @@ class GoodputConfig:
                     f"that is {count:.2g} {what} to simulate, more than "
                     f"{MOST_EVENTS:.0e}; {remedy}"
                 )
-        if self.quorum > self.islands:
+        decoupled = self.method == "decoupled"
+        if decoupled and self.quorum > self.islands:
             raise ConfigError(
                 f"quorum = {self.quorum}, but islands = {self.islands}: no fragment "
                 f"could ever merge; lower quorum or add islands"
             )
-        if self.chips < self.islands * self.failures.slice_chips:
+        islands = self.islands if decoupled else 1
+        if self.chips < islands * self.failures.slice_chips:
             raise ConfigError(
-                f"chips = {self.chips} on islands = {self.islands} are fewer than one "
+                f"chips = {self.chips} on islands = {islands} are fewer than one "
                 f"slice each (slice_chips = {self.failures.slice_chips}); lower "
                 f"slice_chips or islands, or add chips"
             )

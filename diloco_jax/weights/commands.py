@@ -17,7 +17,6 @@ from diloco_jax.config.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     SOME_SHARE,
-    check_bounds,
     check_utf8,
     positional,
     setting,
@@ -200,7 +199,6 @@ def generate_command(arguments: Sequence[str]) -> int:
         "Continue a text, with a run's newest global parameters or with a folder of "
         "weights.",
     )
-    check_bounds(options)
     check_utf8("--prompt", options.prompt, *options.image)
     from diloco_jax.before_jax import skip_absent_tpu
 

@@ -117,9 +117,8 @@ class FetchStart(Message, frozen=True, kw_only=True, tag=True):
     """First frame of a fetch: the bytes from `offset` on, of `total`, follow it."""
 
     version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
     count: int
+    """Number of encoded publishes, oldest first; 0: A_v in f32."""
     total: int
     offset: int
     length: int

@@ -515,7 +515,6 @@ class BulkServer:
         connection.send(
             bulk.FetchStart(
                 version=source.version,
-                full=source.full,
                 count=source.count,
                 total=source.total,
                 offset=wanted.offset,

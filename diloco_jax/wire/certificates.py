@@ -76,7 +76,12 @@ def issued(folder: Path) -> list[Issued]:
             found.append(Issued(int(serial, 16), ends, stem))
         now = datetime.datetime.now(datetime.UTC)
         return [one for one in found if one.end > now]
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise SecurityError(
+            f"{path} cannot be read ({error.strerror}); copy it with the authority, or "
+            f"replace that (`diloco certs --replace`)"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise SecurityError(
             f"{where} is no serial number, end and owner of a certificate ({error}); "
             f"restore the file, or replace the authority (`diloco certs --replace`)"
@@ -272,7 +277,8 @@ def revoke(folder: str | Path, who: Principal) -> list[int]:
     today = datetime.datetime.now(datetime.UTC).date()
     lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
     _replace(path, f"{before}{lines}".encode(), 0o644)
-    for ending in ENDINGS:
+    # A coordinator's certificate has the names that the next one is signed for.
+    for ending in ENDINGS[: 1 if who == COORDINATOR else None]:
         (folder / f"{who.stem}{ending}").unlink(missing_ok=True)
     return found
 

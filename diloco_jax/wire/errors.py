@@ -111,7 +111,7 @@ def told(error: Exception) -> tuple[int, WireError]:
     if isinstance(error, WireError):
         return logging.INFO, error
     return logging.ERROR, WireError(
-        f"the coordinator failed on this call ({type(error).__name__}); see its log"
+        f"the process there failed on this call ({type(error).__name__}); see its log"
     )
 
 

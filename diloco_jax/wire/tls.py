@@ -204,13 +204,16 @@ class Renewed(Generic[Made]):
             try:
                 stamps = [_stamp(path) for path in self.files.paths]
                 if stamps != self._seen:
-                    self._seen = stamps
                     found = TlsFiles.load(self.files.folder, self.files.who)
                     if found != self.files:
                         self._made, self.files = self._make(found), found
                         logger.info("%s is read again", found.paths[1])
+                    self._seen = stamps
             except (OSError, SecurityError) as error:
                 logger.error("the certificates stay as they were: %s", error)
+                # What could not be read may be readable the next time.
+                if not isinstance(error.__cause__ or error, OSError):
+                    self._seen = stamps
             return self._made
 
 

@@ -197,9 +197,8 @@ class Fetched:
     """A complete and checked version of a fragment."""
 
     version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
     count: int
+    """Number of encoded publishes, oldest first; 0: A_v in f32."""
     payload: memoryview
     wire_bytes: int
     """Bytes received, with headers and whole chunks that came again."""
@@ -298,7 +297,6 @@ class Transfers:
                 wire_bytes += self._sum(transfer, self._fetch_pool, rest, left)
         return Fetched(
             version=start.version,
-            full=start.full,
             count=start.count,
             payload=fetch.payload,
             wire_bytes=wire_bytes,
@@ -514,13 +512,11 @@ class _Fetch:
             self.start = start
             self.payload = self._transfers.memory.lend(start.total)
         end = min(end, self.start.total)
-        ours, theirs = (
-            (of.version, of.full, of.count, of.total) for of in (self.start, start)
-        )
+        ours, theirs = ((of.version, of.count, of.total) for of in (self.start, start))
         if ours != theirs:
             raise VersionGone(
                 f"fragment {request.fragment} changed during the fetch: (version, "
-                f"full, count, bytes) was {ours}, is {theirs}; fetch it again"
+                f"count, bytes) was {ours}, is {theirs}; fetch it again"
             )
         if (start.offset, start.length) != (expected := (position, end - position)):
             raise RemoteProtocolError(

@@ -27,6 +27,7 @@ from diloco_jax.chaos.schedule import (
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import Tape
+from diloco_jax.workdir import held
 
 ISLANDS = ("a", "b")
 
@@ -159,14 +160,15 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
 
 @pytest.fixture
 def going_on(tmp_path, children):
-    """A workdir with a tape, and processes of its islands."""
+    """A workdir with a tape, the lock of its launcher, and processes of its islands."""
     write_config_json(config(), tmp_path / run_files.CONFIG)
     tape = Tape(tmp_path / run_files.TAPE)
     merged = {"fragment": 0, "version": [1, 1], "final": False, "verdicts": {}}
     merged |= {"contributions": [], "share": 1.0, "digest": ""}
     tape.append({"kind": "merged", "time": 1.0, **merged})
     tape.close()
-    return tmp_path, children
+    with held(tmp_path, "a launcher"):
+        yield tmp_path, children
 
 
 def strike(workdir, **options):
@@ -214,6 +216,14 @@ def test_a_run_that_is_over_or_elsewhere_is_not_struck(going_on):
         child.wait()
     with pytest.raises(ConfigError, match="no process of the run"):
         strike(workdir, strikes=("a@0s:kill",))
+
+
+def test_what_a_launcher_left_behind_may_be_anothers_by_now(tmp_path, children):
+    """Its numbers of processes are given again, after a reboot at the latest."""
+    write_config_json(config(), tmp_path / run_files.CONFIG)
+    with pytest.raises(ConfigError, match="no process of the run"):
+        strike(tmp_path, strikes=("a@0s:kill",))
+    assert children["a"].poll() is None
 
 
 def test_more_kills_than_restarts_are_told_before(going_on):

@@ -219,15 +219,17 @@ class AnchorHolder:
         return message
 
     def _first(self, fragment: int, values: Any) -> Any:
-        return {"anchor": [np.asarray(value).ravel() for value in values]}
+        return {"anchor": [np.array(value).ravel() for value in values]}
 
 
 def searching(
-    config: PolicyConfig = CONFIG, names: frozenset[str] = frozenset(ADMITTED)
+    config: PolicyConfig = CONFIG,
+    names: frozenset[str] = frozenset(ADMITTED),
+    admitted: tuple[str, ...] = (),
 ) -> tuple[AnchorSearch, AnchorHolder]:
     """A coordinator that has lost its state, and the holder of its anchors."""
     holder = AnchorHolder(Rooms(1 << 20))
-    aim = Aim(lost=(0, 1), names=names)
+    aim = Aim(lost=(0, 1), names=names, admitted=admitted)
     made = AnchorSearch(RUN, config, PLAN, aim, lambda run, term: cast(Any, holder))
     return made, holder
 
@@ -235,8 +237,8 @@ def searching(
 class Gathering:
     """The real search, likewise."""
 
-    def __init__(self) -> None:
-        self.handlers, self.holder = searching()
+    def __init__(self, **aim: Any) -> None:
+        self.handlers, self.holder = searching(**aim)
         self.thread = self.handlers._thread
         self.state = initial(CONFIG)
 

@@ -12,7 +12,7 @@ from door_support import PLAN, AnchorHolder, Rooms
 from inbox_support import start as stripe
 
 from diloco_jax.coordinator.holding import anchors
-from diloco_jax.coordinator.holding.anchors import layouts_of
+from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.core.fragments import PayloadLayout
 from diloco_jax.core.tiles import TileGrid, ballot_of
 from diloco_jax.protocol.holding import AnchorCompared, AnchorKept, AwaitAnchor
@@ -22,6 +22,24 @@ from diloco_jax.wire.errors import Busy, Refused
 
 FRAGMENTS = PLAN.fragments
 SAMPLE = 7
+
+
+def test_the_values_of_an_anchor_have_its_bits():
+    """Or the digest of a worker's Theta would never be that of what came from it."""
+    (layout, _), rng = layouts_of(FRAGMENTS), np.random.default_rng(1)
+    bits = [
+        rng.choice(
+            np.array([0x80000000, 1, 0x3F800000, 0xBF000000], np.uint32), p.shape
+        )
+        for p in FRAGMENTS[0]
+    ]
+    grids = [TileGrid.of(piece.shape) for piece in FRAGMENTS[0]]
+    tiles = [
+        np.ascontiguousarray(grid.split(array)).view(np.uint8)
+        for grid, array in zip(grids, bits, strict=True)
+    ]
+    for value, array in zip(values_of(layout, layout.pack(tiles)), bits, strict=True):
+        np.testing.assert_array_equal(np.asarray(value).view(np.uint32), array)
 
 
 class Holder(AnchorHolder):

@@ -84,6 +84,10 @@ def test_a_gatherer_does_not_wait_for_strangers() -> None:
         Peer("d", made).hello({})
     made.run()
     assert made.thread.state.members == {}
+    made = Gathering(admitted=("d",))  # By an operator, as the log knows.
+    Peer("d", made).hello(OFFERED)
+    made.run()
+    assert list(made.thread.state.members) == ["d"]
 
 
 @pytest.mark.parametrize("call", ["fetch", "keep", "kept", "profile", "steer"])

@@ -79,10 +79,10 @@ class Run:
             NoArrays(bytes_down=sizes, bytes_full=sizes),
             report_s=5.0,
             line_speed=LineSpeed(latency_s=0.01),
-            persist=self.journal.persist,
             alert=self.journal.alert,
             merge_seconds=lambda merge: 0.1,
         )
+        self.world.coordinator._persist = self.journal.persist
         self._decide = self.world.coordinator.decide
         self.world.coordinator.decide = self.decide
         for name in STEP_S:

@@ -39,7 +39,7 @@ def theta(fragment, cycle):
     return [np.full(SIZES[fragment], 10 * cycle + fragment, np.float32)]
 
 
-def keep(cycles, cycle, told, fragments=(0, 1)):
+def keep(cycles, cycle, told, fragments=(0, 1), done=lambda: None):
     for fragment in fragments:
         effect = KeepFragment(
             cycle=cycle,
@@ -48,7 +48,7 @@ def keep(cycles, cycle, told, fragments=(0, 1)):
             merges=cycle,
             tokens=100 * (1 + fragment),
         )
-        cycles.keep(effect, functools.partial(theta, fragment, cycle), told)
+        cycles.keep(effect, functools.partial(theta, fragment, cycle), told, done)
 
 
 @pytest.fixture
@@ -130,6 +130,14 @@ def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monke
     keep(cycles, 2, told)
     told.wait()
     assert cycles.numbers() == [2]
+
+
+def test_a_fragment_is_let_go_in_a_cycle_that_was_given_up_too(cycles, monkeypatch):
+    """Or its worker would hold it for ever."""
+    monkeypatch.setattr(cycles, "_write_fragment", lambda *a: 1 / 0)
+    told, let_go = Told(), threading.Semaphore(0)
+    keep(cycles, 1, told, done=let_go.release)
+    assert all(let_go.acquire(timeout=60) for _ in SIZES)
 
 
 def test_what_a_crash_left_of_one_is_removed(tmp_path):

@@ -29,12 +29,11 @@ def numbers(publishes):
 def test_a_publish_comes_back_with_its_digest(publishes):
     unused = {2: b"\xf0", 0: b"\0\1"}
     prepared = publishes.write(1, Version(2, 11), b"abc", final=False, unused=unused)
-    assert publishes.unused(1, Version(2, 11)) == unused
     assert prepared.digest == files.digest_of(b"abc")
     assert prepared.payload_bytes == 3
-    payload, final = publishes.read(1, Version(2, 11), prepared.digest)
-    assert (bytes(payload), final) == (b"abc", False)
-    assert publishes.read(0, Version(1, 4), None)[1]
+    payload, how = publishes.read(1, Version(2, 11), prepared.digest)
+    assert (bytes(payload), how) == (b"abc", {"final": False, "unused": unused})
+    assert publishes.read(0, Version(1, 4), None)[1] == {"final": True, "unused": {}}
 
 
 def test_those_of_a_kept_snapshot_are_forgotten_and_uncommitted_ones_discarded(

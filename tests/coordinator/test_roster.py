@@ -6,7 +6,7 @@ import engine_support
 import msgspec
 import pytest
 
-from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.roster import (
     INTERVALS_KEPT,
     LATE_S,
@@ -74,10 +74,9 @@ def test_a_file_that_does_not_read_is_put_aside(roster, tmp_path, caplog):
     path = tmp_path / "roster.msgpack"
     damaged = path.read_bytes()[:-5]
     path.write_bytes(damaged)
-    with pytest.raises(ConfigError, match=r"roster.msgpack cannot be read"):
-        Roster(path)
     again = Roster.begin_from(path)
     assert again.members == {}
+    assert "roster.msgpack cannot be read" in caplog.text
     assert "it is" in caplog.text
     assert (tmp_path / "roster.damaged").read_bytes() == damaged
     again.hello(hello(3), 1050.0)

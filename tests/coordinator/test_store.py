@@ -166,7 +166,8 @@ def test_what_is_let_in_leaves_the_parameters_finite(store):
 
 def test_no_merge_compiles_after_the_warm_up(store, caplog):
     jax.clear_caches()
-    store.warm_up()
+    for fragment in range(len(store.plan.fragments)):
+        store.warm_up(fragment, lambda: False)
     payloads = {
         fragment: [encoded_delta(store, fragment, seed)[0] for seed in (1, 2)]
         for fragment in range(len(store.plan.fragments))
@@ -183,7 +184,8 @@ def test_no_merge_compiles_after_the_warm_up(store, caplog):
 def test_a_warm_up_ends_when_the_run_does(store, monkeypatch):
     fragments = []
     monkeypatch.setattr(store, "merge", lambda f, *a, **k: fragments.append(f))
-    store.warm_up(lambda: len(fragments) > 0)
+    for fragment in range(len(store.plan.fragments)):
+        store.warm_up(fragment, lambda: len(fragments) > 0)
     assert set(fragments) == {0}
 
 

@@ -127,6 +127,14 @@ def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
     assert any("waits for a, away" in alert for alert in alerts) == waits
 
 
+def test_a_status_waits_for_islands_of_the_term_before(run):
+    """Which this term has not seen: a spot machine that never comes back."""
+    config, now, roster = run
+    now = replace(now, phase="stopping", returning=("c",))
+    shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    assert any("waits for c, away" in alert for alert in shown["alerts"])
+
+
 @pytest.mark.parametrize(("predicted", "shown"), [(1234, 1234), (0, None)])
 def test_predictions_are_told_where_somebody_counts_them(run, predicted, shown):
     run[2].report("a", Measures(steps=30, tokens_predicted=predicted), (), AT + 8)

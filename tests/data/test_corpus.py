@@ -189,10 +189,10 @@ def test_parts_of_a_text_are_cut_anywhere():
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(ConfigError, match=r"8 bytes.*sequence_length = 8 takes 9"):
+    with pytest.raises(ConfigError, match=r"8 tokens.*sequence_length = 8 takes 9"):
         Windows(text(8), 8)
     assert len(Windows(text(9), 8)) == 1
-    with pytest.raises(ConfigError, match="validation text has 1 bytes"):
+    with pytest.raises(ConfigError, match="validation text has 1 tokens"):
         ValidationWindows(text(1), 8)
 
 

@@ -24,6 +24,7 @@ from diloco_jax.data.examples import Reader
 from diloco_jax.data.prepare_sources import SourceKind, find_sources, make_parts, read
 from diloco_jax.data.prepared import RecordFormat
 from diloco_jax.data.tokenizers import open_tokenizer
+from diloco_jax.errors import ConfigError
 
 # ---- rows ------------------------------------------------------------------------
 
@@ -310,6 +311,26 @@ def test_a_command_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     for name, inode in kept.items():
         assert (tmp_path / "out" / name).stat().st_ino == inode
     assert not folder.exists()
+
+
+def test_work_that_is_done_stays_if_out_has_appeared(tmp_path, monkeypatch):
+    many(tmp_path, 40)
+    finish, out = prepare._finish, tmp_path / "out"
+
+    def appears(*arguments):
+        (out / "of another").mkdir(parents=True)
+        return finish(*arguments)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(prepare, "_finish", appears)
+        with pytest.raises(ConfigError, match=r"is done and .*out \(Directory not emp"):
+            made(tmp_path)
+    out.rename(tmp_path / "away")
+    with monkeypatch.context() as inside:
+        inside.setattr(prepare, "write_part", lambda *a: 1 / 0)
+        made(tmp_path)
+    assert not (tmp_path / "out.partial").exists()
+    assert not (out / "parts").exists()
 
 
 @pytest.mark.dist

@@ -62,6 +62,21 @@ def test_start_and_end_are_those_of_the_files(tokenizers, tmp_path):
     assert (Bytes().start, Bytes().end) == ((), 0)
 
 
+def test_special_tokens_are_found_without_the_letter_a(tmp_path):
+    """As of bases or digits, whose models know no Latin text."""
+    from tokenizers import Tokenizer, models
+    from tokenizers.processors import TemplateProcessing
+
+    words = {word: n for n, word in enumerate(["A", "C", "G", "T", "[CLS]", "[SEP]"])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.add_special_tokens(["[CLS]", "[SEP]"])
+    around = [("[CLS]", 4), ("[SEP]", 5)]
+    made.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=around)
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = open_tokenizer(tmp_path / "tokenizer.json")
+    assert (found.start, found.end) == ((4,), 5)
+
+
 def test_a_tokenizer_is_found_in_its_folder(tokenizers, tmp_path):
     shutil.copy(tokenizers["pieces"], tmp_path)
     pieces = open_tokenizer(tmp_path)

@@ -67,7 +67,7 @@ def test_the_digest_is_of_names_and_tokens(tmp_path):
 
 def test_too_little_for_both_sides_is_refused(tmp_path):
     run = RunConfig(data=DataConfig(paths=save(tmp_path, [1])), sequence_length=16)
-    with pytest.raises(ConfigError, match=r"has [01] bytes"):
+    with pytest.raises(ConfigError, match=r"has [01] tokens"):
         resolve(Config(run=run, islands={"a": IslandConfig()}))
 
 

@@ -74,6 +74,17 @@ def test_messages_reach_the_mailbox(coordinator, link, mailbox, wanted):
     assert wanted.get(timeout=WAIT_S) == Wanted(2, Version(1, 9))
 
 
+def test_an_island_that_is_to_end_reports_no_more_than_before(
+    coordinator, link, mailbox
+):
+    """Until its step is over, which may take minutes."""
+    mailbox.post(Status(phase="training", steps=3), ())
+    coordinator.until_report(lambda m: m.steps == 3)
+    mailbox.end(0, "asked to", "stopped")
+    time.sleep(1.0)
+    assert coordinator.reports.qsize() < 8
+
+
 def progress(**fields):
     defaults = {"tokens": 0, "own_tokens": 0, "records_through": 0, "next_position": 0}
     return messages.Progress(**(defaults | fields))

@@ -205,6 +205,20 @@ def test_who_says_it_is_another_one_has_nothing(regions):
     assert regions["b"].fetch_from(request_of("b"), sources, SIZE) == (None, ["c"])
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_donor_that_calls_a_publish_something_else_is_one_that_failed(
+    regions, monkeypatch, count
+):
+    have(regions["a"], PAYLOAD)
+    fetch = regions["a"].fetch
+
+    def lies(request):
+        return replace(fetch(request), count=count)
+
+    monkeypatch.setattr(regions["a"], "fetch", lies)
+    assert fetched(regions, "a") == (None, ["a"])
+
+
 @pytest.mark.parametrize("host", ["a" * 70, "a..b", "a\0b", "\u00e9" * 60])
 def test_a_donor_with_an_impossible_address_is_one_that_failed(regions, host):
     have(regions["c"], PAYLOAD)

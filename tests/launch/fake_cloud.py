@@ -350,10 +350,12 @@ class Cloud:
                 raise RefusedError(1, f"{kind[0]} {name!r} already exists")
             self._put(f"{kind[0]}/{name}", {"data": data})
         elif verb == "delete":
-            kinds, name = names
-            for kind in kinds.split(","):
-                self._require_kind(kind)
-                self.objects.pop(f"{self._prefix}{kind}/{name}", None)
+            if "/" not in names[0]:
+                kinds, name = names
+                names = [f"{kind}/{name}" for kind in kinds.split(",")]
+            for name in names:
+                self._require_kind(name.partition("/")[0])
+                self.objects.pop(f"{self._prefix}{name}", None)
         elif verb == "label":
             kind, name, label = names
             key, _, value = label.partition("=")

@@ -205,6 +205,24 @@ def test_results_and_status_are_asked_beside_the_disk(
     assert '"job/two-coordinator" not found' in capsys.readouterr().err
 
 
+def test_what_a_copy_that_broke_off_left_is_deleted_with_the_disk(cloud, launch):
+    """A disk with a pod does not go."""
+    launch("gke")
+    cloud.fail("kubectl cp", 1, "tar: removed as we read it")
+    assert launch("gke", "results") == 1
+    assert "pod/two-reader" in cloud.objects
+    cloud.fail()
+    assert launch("gke", "delete", disk=True) == 0
+    assert "pod/two-reader" not in cloud.objects
+
+
+def test_an_island_by_itself_waits_for_no_permit(cloud, launch):
+    """Its machine is the coordinator's, which nobody asks for."""
+    assert launch("gke", only=("v5p",)) == 0
+    assert "job/two-coordinator-begin" not in cloud.objects
+    assert any(key.endswith("/two-v5p") for key in cloud.objects)
+
+
 # ---- failures ------------------------------------------------------------------------
 
 SLICE = "compute tpus queued-resources create"

@@ -44,6 +44,7 @@ from diloco_jax.island.device.build import (
     compile_programs,
 )
 from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.joined import JoinedIsland
 from diloco_jax.island.link import ending_of
 from diloco_jax.island.world import Hosts
 from diloco_jax.models.build import build
@@ -316,10 +317,14 @@ def test_final_is_refused_where_the_last_merge_did_not_come(alone, tmp_path):
             _ = island.final
 
 
-def test_an_exception_in_the_block_is_told(alone, tmp_path):
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exception_in_the_block_or_at_its_end_is_told(
+    alone, tmp_path, monkeypatch, inside
+):
+    monkeypatch.setattr(JoinedIsland, "_leave", lambda island: 1 / 0)
     with coordinator(alone, tmp_path) as service:
         with pytest.raises(ZeroDivisionError), joined(alone, service):
-            _ = 1 / 0
+            _ = 1 / 0 if inside else 0
         await_gone(service)
     (left,) = (r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "left")
     assert left["reason"] == "failed"

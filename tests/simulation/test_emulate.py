@@ -254,6 +254,8 @@ def test_options_of_another_class_are_named(options, call, text) -> None:
         ("coordinator@3:kill-prepared", "merge 3 that is not emulated; give coord"),
         ("coordinator#2@3:kill", "merge 3 that is not emulated; give coordinator@3"),
         ("a@3:nan", "which no emulated island has"),
+        ("a@3:hang", r"faults, a@3 = inf: .* must be at most 500000"),
+        ("a@3:pause1000000000", r"faults, a@3 = 1e\+09: .* must be at most 500000"),
     ],
 )
 def test_what_is_not_emulated_is_refused(fault, message, text) -> None:

@@ -178,6 +178,16 @@ def test_a_certificate_that_was_renewed_is_revoked_with_the_newest(folder):
         certificates.revoke(folder, A)
 
 
+def test_a_coordinator_that_was_shut_out_gets_another_key(folder):
+    stolen, names = pem_of(folder, COORDINATOR), coordinator_names(folder)
+    certificates.revoke(folder, COORDINATOR)
+    assert not (folder / "coordinator.key").exists()
+    assert not gets_in(folder, stolen)
+    certificates.add(folder, ["10.0.0.7"], 90)
+    assert gets_in(folder, pem_of(folder, COORDINATOR))
+    assert coordinator_names(folder) == [*names, "10.0.0.7"]
+
+
 def test_a_list_that_is_missing_or_damaged_is_named(folder):
     with (folder / ISSUED).open("a") as file:
         file.write("7 tomorrow island.a\n")
@@ -185,7 +195,9 @@ def test_a_list_that_is_missing_or_damaged_is_named(folder):
         certificates.revoke(folder, A)
     assert not (folder / certificates.REVOKED).exists()
     (folder / ISSUED).unlink()
-    with pytest.raises(SecurityError, match=r"issued\.txt .*No such file.*--replace"):
+    with pytest.raises(
+        SecurityError, match=r"issued\.txt cannot .*No such file.*--repl"
+    ):
         certificates.add(folder, [], 90)
     certificates.make_certificates(folder, [], 90, replace=True)
     assert len(certificates.issued(folder)) == 3

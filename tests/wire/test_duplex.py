@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from wire_support import WAIT_S, deadlines
 
-from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.duplex import TlsEnd, dial_worker
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.peers import COORDINATOR, worker
@@ -47,6 +48,20 @@ def served(folder):
 
 def of_lead(folder) -> Renewed:
     return Renewed(TlsFiles.load(folder, COORDINATOR), TlsFiles.client_context)
+
+
+def test_a_renewed_key_that_cannot_be_read_once_is_read_again(copy, monkeypatch):
+    known = of_lead(copy)
+    before = known.current()
+    add(copy, [], 2)
+
+    def fails(*arguments):
+        raise SecurityError("too many open files") from OSError(errno.EMFILE, "many")
+
+    with monkeypatch.context() as inside:
+        inside.setattr(TlsFiles, "load", fails)
+        assert known.current() is before
+    assert known.current() is not before
 
 
 def read(end, size: int) -> bytes:

@@ -62,7 +62,7 @@ def test_fetch_in_stripes(serve, connect, handlers, size):
     handlers.published = random_bytes(size)
     fetched = connect(address).transfers.fetch(fetch_request(), max_bytes=size)
     assert fetched.payload == handlers.published
-    assert (fetched.version, fetched.full) == (Version(1, 5), True)
+    assert (fetched.version, fetched.count) == (Version(1, 5), 0)
     assert fetched.wire_bytes < 1.001 * size + 200
     rest = [request.offset for request in handlers.requests[1:]]
     assert len(rest) == {2 * MIB + 1: 1, 20 * MIB + 17: 4}.get(size, 0)

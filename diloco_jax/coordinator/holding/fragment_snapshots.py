@@ -122,10 +122,10 @@ class Publishes:
         version: Version,
         wanted: str | None,
         empty: Empty = np.empty,
-    ) -> tuple[Buffer, bool]:
-        """Return a publish, and True if it belongs to the flush. wanted: its
-        digest, if the log still has the record. empty: makes its memory. Raises
-        DurableError if the file is missing or is not what the record says."""
+    ) -> tuple[Buffer, dict[str, Any]]:
+        """Return a publish, and of its header what `Store.replay` needs besides.
+        wanted: its digest, if the log still has the record. empty: makes its memory.
+        Raises DurableError if the file is missing or is not what the record says."""
         path = self.path(fragment, version)
         made = []
 
@@ -140,12 +140,9 @@ class Publishes:
         if wanted is not None and found != wanted:
             what = f"{path} has digest {found}, its record says {wanted}"
             raise _damaged(fragment, version, what)
-        return made[0].data, bool(header["final"])
-
-    def unused(self, fragment: int, version: Version) -> dict[int, bytes]:
-        """Return `MergeResult.unused` of a publish that can be read."""
-        noted = files.read_sealed_header(self.path(fragment, version)).get("unused", {})
-        return {int(number): bytes.fromhex(bits) for number, bits in noted.items()}
+        noted = header.get("unused", {})
+        unused = {int(number): bytes.fromhex(bits) for number, bits in noted.items()}
+        return made[0].data, {"final": bool(header["final"]), "unused": unused}
 
     def require(self, fragment: int, version: Version) -> None:
         """Raise DurableError unless a committed publish is there, by its header."""
@@ -503,19 +500,12 @@ def restored(
         if ended():
             return None
         version = version.next()
-        payload, final = publishes.read(
+        payload, how = publishes.read(
             fragment, version, committed.digests.get(version.number), store.empty
         )
-        store.replay(
-            fragment,
-            version,
-            payload,
-            final=final,
-            digested=version == through,
-            unused=publishes.unused(fragment, version),
-        )
+        store.replay(fragment, version, payload, digested=version == through, **how)
         store.put_aside(fragment, publishes.mapped)
-        moved |= not final
+        moved |= not how["final"]
     if untouched := moved and not store.infers_momentum:
         logger.warning(
             "the momentum of the outer optimizer is that of fragment %d's snapshot: it "
@@ -560,10 +550,24 @@ class KeptCycles:
         """Its fragments that are on disk."""
         self._remove_torn()
 
-    def keep(self, keep: KeepFragment, theta: Theta, tell: Tell) -> None:
+    def keep(
+        self,
+        keep: KeepFragment,
+        theta: Theta,
+        tell: Tell,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write a fragment of a cycle, later; after its last one the lead is told, on
-        the writer's thread, that the cycle is kept or given up."""
-        self._writer.submit(self._write, keep, theta, tell)
+        the writer's thread, that the cycle is kept or given up. done: called there once
+        nobody needs the fragment any more."""
+
+        def write() -> None:
+            try:
+                self._write(keep, theta, tell)
+            finally:
+                done()
+
+        self._writer.submit(write)
 
     def numbers(self) -> list[int]:
         """Return the cycles that are kept, oldest first."""

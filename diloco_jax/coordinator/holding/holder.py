@@ -237,7 +237,7 @@ class StoreHolder(FragmentHolder):
         left = set(own)
 
         def compile_one(fragment: int) -> None:
-            self.store.warm_up(self._closing.is_set, [fragment])
+            self.store.warm_up(fragment, self._closing.is_set)
             with lock:
                 left.discard(fragment)
                 if left:

@@ -288,36 +288,29 @@ class Store:
         """Layouts of an encoded delta, by fragment."""
         return [merge.layout_up for merge in self._merges]
 
-    def warm_up(
-        self,
-        ended: Callable[[], bool] = lambda: False,
-        fragments: Sequence[int] | None = None,
-    ) -> None:
-        """Compile all that merges need; a rule that sees all deltas at once leaves out
-        what depends on their number. ended: once it is true, the rest is left out.
-        fragments: those that are held; None: all."""
+    def warm_up(self, fragment: int, ended: Callable[[], bool]) -> None:
+        """Compile all that merges of a fragment need; a rule that sees all deltas at
+        once leaves out what depends on their number. ended: once it is true, nothing is
+        begun."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
-        held = range(len(self._merges)) if fragments is None else fragments
-        for fragment, merge in ((f, self._merges[f]) for f in held):
-            alike = tuple((p.grid, rule_for(p, merge.rule)) for p in merge.pieces)
-            if ended():
-                return
-            if alike in self._compiled:
-                continue
-            self._compiled.add(alike)
-            layout = merge.layout_up
-            zeros = np.zeros(layout.total_bytes, np.uint8)
-            arrays = layout.unpack(zeros.data)
-            for counts in arrays[len(merge.pieces) :]:
-                counts[...] = 1  # A piece that is not used is not merged.
-            for piece, array in zip(merge.pieces, arrays, strict=False):
-                own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
-                sampled(own, 0)
-            for final in (False, True):
-                # Deltas of zero have no direction: this compiles the fallback too.
-                self.merge(fragment, [nothing], [zeros], final=final)
+        merge = self._merges[fragment]
+        alike = tuple((p.grid, rule_for(p, merge.rule)) for p in merge.pieces)
+        if ended() or alike in self._compiled:
+            return
+        self._compiled.add(alike)
+        layout = merge.layout_up
+        zeros = np.zeros(layout.total_bytes, np.uint8)
+        arrays = layout.unpack(zeros.data)
+        for counts in arrays[len(merge.pieces) :]:
+            counts[...] = 1  # A piece that is not used is not merged.
+        for piece, array in zip(merge.pieces, arrays, strict=False):
+            own = Encoded(merge.up, piece.shape, [array], groups=piece.groups)
+            sampled(own, 0)
+        for final in (False, True):
+            # Deltas of zero have no direction: this compiles the fallback too.
+            self.merge(fragment, [nothing], [zeros], final=final)
 
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
         """Return the sums of the squares of a delta, by piece, for `is_fit`."""

@@ -77,18 +77,14 @@ def recover(
             records_through=0,
             streak=0,
             complaints={},
-            lease_until=now + config.lease_s,
-            granted_at=now,
             grants_left=GRANTS_AT_ONCE,
         )
-        island = replace(island, wall_time=claims.unheard(config, island, now))
         state = with_island(state, island)
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
     state = replace(
         state,
-        reunion_until=now,
         # An unfinished cycle is kept no further, and no island watches one.
         keeping=False,
         unkept=(),
@@ -98,12 +94,24 @@ def recover(
     )
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
-        state = replace(
-            state,
-            phase=RUN.move(state.phase, "recover"),
-            deadline=now + config.flush_s,
+        state = replace(state, phase=RUN.move(state.phase, "recover"))
+    return serving_from(config, state, now)
+
+
+def serving_from(config: PolicyConfig, state: State, now: float) -> State:
+    """Return a recovered state whose coordinator begins to serve now: no island could
+    come before, however long its fragments took to be restored."""
+    for island in state.islands.values():
+        island = replace(
+            island,
+            lease_until=now + config.lease_s,
+            granted_at=now,
+            wall_time=claims.unheard(config, island, now),
         )
-    return state
+        state = with_island(state, island)
+    if state.phase in ("stopping", "flushing"):
+        state = replace(state, deadline=now + config.flush_s)
+    return replace(state, reunion_until=now)
 
 
 def _replayed(state: State, record: records.Durable) -> State:

@@ -129,6 +129,8 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     digests of their anchors, empty where it has none. None: there is no log."""
     last_name: str | None = None
     """The random name of the log's last term; None: there is no log."""
+    admitted: tuple[str, ...] = ()
+    """Islands that an operator let in, as far as there is a log."""
     trusted: str = ""
     """The island that a person believes."""
     secret: str = ""

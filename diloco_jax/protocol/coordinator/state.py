@@ -531,13 +531,8 @@ TAKE: StateMachine[TakeState] = StateMachine(
         "none": {"ask": "asked", "record": "taken"},
         "asked": {"record": "taken", "bytes": "arrived", "refuse": "refused"},
         "taken": {"bytes": "ready", "refuse": "refused", "give up": "none"},
-        "arrived": {"record": "ready", "refuse": "refused", "lose": "asked"},
-        "ready": {
-            "merge": "none",
-            "refuse": "refused",
-            "give up": "none",
-            "lose": "taken",
-        },
+        "arrived": {"record": "ready", "refuse": "refused"},
+        "ready": {"merge": "none", "refuse": "refused", "give up": "none"},
         "refused": {"record": "refused", "bytes": "refused", "give up": "none"},
     },
 )

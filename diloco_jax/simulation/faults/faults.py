@@ -682,7 +682,8 @@ LIKELY: tuple[type[ScheduledFault], ...] = (
     *(CoordinatorCrash, *CRASHES, SnapshotFailure, *LOSSES, ClockJump),
     *(Break, Partition, Repeat, Delay, Corruption),
 )
-"""Kinds that are equally likely in a drawn schedule."""
+"""Kinds that are equally likely in a drawn schedule, but that a coordinator crashes
+twice as often."""
 APART: tuple[type[ScheduledFault], ...] = (
     *(LongDeltas, Boast, MadeUpAnchors, BadDonor, Removal, Export, RunStop),
     *(WorkerCrash, FullDisk, MachineSleep, SecondCoordinator),

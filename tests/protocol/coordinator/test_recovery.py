@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.coordinator.recovery import recover, serving_from
 from diloco_jax.protocol.coordinator.state import RunExtended, RunResumed, initial
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
@@ -361,6 +361,17 @@ def test_an_extension_survives_a_crash() -> None:
         assert [f.phase for f in again.fragments] == ["idle", "idle"]
         assert not any(f.final for f in again.fragments)
         assert again.progress_tokens == 100
+
+
+def test_nothing_runs_out_while_fragments_are_restored() -> None:
+    """Their islands could not come before."""
+    d = joined("a", "b", total_tokens=100)
+    d.play("a=10")
+    assert d.state.phase == "stopping"
+    state = recover(d.config, initial(d.config), d.log, 100.0)
+    later = recover(d.config, initial(d.config), d.log, 900.0)
+    assert later != state
+    assert serving_from(d.config, state, 900.0) == later
 
 
 def test_a_run_with_its_tokens_or_on_its_way_is_left_as_it_is() -> None:
