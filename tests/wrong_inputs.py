@@ -82,7 +82,7 @@ COMMANDS = [
     Wrong("status", "Missing from diloco status ... HOST:PORT or WORKDIR"),
     Wrong("status empty --jsn", "options: --jsn ... Perhaps you meant ... --json"),
     Wrong("eval", "Missing from diloco eval ... WORKDIR"),
-    Wrong("dashboard h:7000", "h:7000 holds no run ... run.json ... give the workdir"),
+    Wrong("dashboard h:7000", "no h:7000/config.json; give the workdir of a run"),
     Wrong("simulate godput", "no simulation 'godput' ... mean 'goodput' ... there are"),
     Wrong("data", "diloco data prepare OUT SOURCES... is what there is"),
     Wrong("data mix", "data prepare OUT SOURCES... is what there is ... found 'mix'"),
@@ -171,7 +171,7 @@ VALUES = [
     Wrong("run two.py --data.paths bytes", "is not text: a NUL byte ... leave it out"),
     Wrong(
         "run two.py --sequence-length 500",
-        "491 bytes ... sequence_length = 500 ... (data.paths) or lower",
+        "491 tokens ... sequence_length = 500 ... (data.paths) or lower",
     ),
 ]
 
@@ -402,7 +402,7 @@ RUNS = [
         "--workdir other with --resume empty ... leave --workdir out",
     ),
     Wrong("status nowhere", NO_FOLDER),
-    Wrong("dashboard nowhere", "nowhere holds no run ... give the workdir of a run"),
+    Wrong("dashboard nowhere", "no nowhere/config.json; give the workdir of a run"),
     Wrong("status h:x", f"address 'h:x' ... {ADDRESS}"),
     Wrong("status 10.0.0.1:7", NOT_LOOPBACK),
     Wrong("status 127.0.0.1:1", "127.0.0.1:1: nothing listens ... check", code=1),

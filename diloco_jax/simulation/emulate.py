@@ -462,10 +462,6 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"--islands.{name}.step-seconds 0.5"
             )
     faults = parse_faults(config.placement.faults, config.islands).faults
-    pauses = {
-        f"placement.faults, {f.who}@{f.step}": f.pause_s for f in faults if f.pause_s
-    }
-    options.require_reach(len(config.islands), deadlines.report_s, pauses)
     for fault in faults:
         waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
         away = waits and not fault.prepared and fault.incarnation == 1
@@ -481,6 +477,10 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"or steps, which no emulated island has; leave it out, or use diloco "
                 f"run"
             )
+    pauses = {
+        f"placement.faults, {f.who}@{f.step}": f.pause_s for f in faults if f.pause_s
+    }
+    options.require_reach(len(config.islands), deadlines.report_s, pauses)
 
 
 def run(

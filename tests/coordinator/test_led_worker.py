@@ -193,7 +193,7 @@ def test_at_the_end_it_saves_and_hears_that_the_run_is_over(dialled):
     one = dialled(speak)
     one.worker.restored()
     one.worker.send(SaveAll(within_s=None))
-    assert one.worker.saved() == AllSaved(versions={}, digests={})
+    assert one.worker.saved(None) == AllSaved(versions={}, digests={})
     assert one.worker.tell_over()
     assert one.said.empty()
 

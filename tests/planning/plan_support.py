@@ -104,9 +104,6 @@ def island(
     fits = not hbm.missing
     plan = IslandPlan(
         topology=topology,
-        chips=found.chips,
-        hosts=found.hosts,
-        tokens_per_step=1000 * found.chips,
         fits=fits,
         refusal="" if fits else "out of memory",
         hbm=hbm,

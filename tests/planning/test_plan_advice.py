@@ -26,7 +26,6 @@ def planned(config, link=1000.0, big_hbm=HBM, traffic=0):
             flops=FLOPS * island.batch_size,
             hbm_bytes=traffic,
             hbm=big_hbm if name == "big" else HBM,
-            tokens_per_step=1000 * island.batch_size,
         )
         for name, island in config.islands.items()
     }

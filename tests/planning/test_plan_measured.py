@@ -39,7 +39,7 @@ def test_days_go_by_what_is_expected_and_checks_by_the_bound():
     assert island.expected_step_seconds == pytest.approx(1 / 0.4)
     assert plan.run.expected_cycle_seconds == pytest.approx(20 / 0.4)
     assert plan.run.cycle_seconds == pytest.approx(20)
-    assert plan.run.tokens_per_day == pytest.approx(0.4 * 20_000 * 86400)
+    assert plan.run.tokens_per_day == pytest.approx(0.4 * 10_240 * 86400)
     # What the links must carry is by the bound.
     assert island.network == planned().islands["big"].network
 

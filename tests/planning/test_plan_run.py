@@ -66,8 +66,8 @@ def test_counts_of_use_are_bytes_of_a_delta():
 
 def test_nothing_is_lost_where_nothing_happens(calm):
     assert calm.run.goodput.goodput == 1.0
-    assert calm.run.tokens_per_day == pytest.approx(20_000 * 86400)
-    assert calm.run.days == pytest.approx(CONFIG.run.total_tokens / 20_000 / 86400)
+    assert calm.run.tokens_per_day == pytest.approx(10_240 * 86400)
+    assert calm.run.days == pytest.approx(CONFIG.run.total_tokens / 10_240 / 86400)
     assert calm.fits
     assert json.dumps(calm.as_json())
 
