@@ -8,12 +8,12 @@ The coordinator is killed once, after half of the merges.
 
 Memory is the peak of the resident set (VmHWM) of each of the coordinator's two lives:
 *start* when it has written its address, after a kill with hardly a fragment restored,
-*live* at its end. The baseline is taken off:
-the peak of a coordinator in the same run of a tiny model, which is the interpreter, its
-libraries and compiled programs. So is, from *live*, the merge buffer. What is left is
-divided by the bytes of the f32 parameters. *Own* is the most that was sampled without
-mapped files, ten times a second: what waits on the disk because the merge buffer is
-full counts as resident, and the system takes it back when it needs memory.
+*live* at its end. The baseline is taken off: the peak of a coordinator in the same run
+of a tiny model, which is the interpreter, its libraries and compiled programs. So is,
+from *live*, the merge buffer. What is left is divided by the bytes of the f32
+parameters. *Own* is the most that was sampled without mapped files, ten times a second:
+what waits on the disk because the merge buffer is full counts as resident, and the
+system takes it back when it needs memory.
 
 Prediction: below 3.5 at the first start, below 4.0 live (three arrays, one encoded
 publish, 0.25, spare arrays, and a snapshot's).

@@ -166,7 +166,7 @@ def foretold_of(
     """Return what the plan says by these values, and the plan as JSON has it."""
     write_json(dataclasses.asdict(config), folder / run_files.CONFIG)
     write_json(measured, folder / run_files.MEASURED)
-    (share,) = (str(one["value"]) for one in measured["share_of_peak"].values())
+    (share,) = (str(found["value"]) for found in measured["share_of_peak"].values())
     words = [*support.DILOCO, "plan", str(folder / run_files.CONFIG), "--arithmetic"]
     words += ["--json", "--share", share, share]
     words += ["--measured", str(folder / run_files.MEASURED)]

@@ -530,10 +530,12 @@ class LocalCluster:
             self._temporary.cleanup()
 
     def _longest_step(self) -> float:
-        """Return the seconds of the slowest island's steps, as far as that is known."""
+        """Return the seconds of the slowest island's steps, as far as that is known: an
+        island that offers its anchors has none yet."""
         seen = self.status()["islands"].values()
         steps = [island.step_seconds for island in self.config.islands.values()]
-        return max(*steps, *(float(i["median_step_seconds"]) for i in seen), 0.0)
+        steps += [float(one.get("median_step_seconds", 0.0)) for one in seen]
+        return max(steps)
 
     @property
     def ended(self) -> bool:

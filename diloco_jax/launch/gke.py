@@ -260,12 +260,12 @@ def _disk(spec: LaunchSpec, name: str, file: str) -> Resource:
     disk = _made(
         spec, cluster, kind, name, NAME, _apply(spec, cluster, file), keeps=True
     )
+    if name != spec.coordinator:
+        return disk
     # A copy of the results that broke off leaves its pod, and that holds the disk.
     reader = f"pod/{manifests.reader_name(spec)}"
     delete = _delete(spec, cluster, reader, f"{kind}/{name}")
-    return (
-        disk if name != spec.coordinator else dataclasses.replace(disk, delete=delete)
-    )
+    return dataclasses.replace(disk, delete=delete)
 
 
 def _permit(spec: LaunchSpec, file: str) -> Resource:

@@ -28,7 +28,7 @@ from runtime_support import client, make_config, placed, with_run
 
 from diloco_jax import LocalCluster, cli, run_files
 from diloco_jax.cluster.cluster import LocalClusterError, free_port
-from diloco_jax.config import IslandConfig
+from diloco_jax.config import Config, IslandConfig
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.observability.exported import Readings, Snapshot
@@ -45,6 +45,17 @@ pytestmark = pytest.mark.dist
 
 PAGE = Path(__file__).parents[2] / "docs" / "prometheus.md"
 TIMEOUT_S = 120.0
+
+
+def test_a_run_that_gathers_anchors_is_ended_too(monkeypatch):
+    """Its islands have made no step, and their status has no seconds of one."""
+    offering = {"a": {"state": "offering", "incarnation": 1}}
+    with LocalCluster(Config(islands={"a": IslandConfig()})) as cluster:
+        cluster.close()
+        cluster._launcher = subprocess.Popen(["sleep", "600"])
+        status = {"phase": "gathering", "islands": offering}
+        monkeypatch.setattr(cluster, "status", lambda: status)
+    assert cluster.ended
 
 
 def is_alive(pid: int) -> bool:
