@@ -268,15 +268,16 @@ def _mixtures(size: Size) -> Iterator[Row]:
         against="data-parallel",
         config=plain(own, size.sequences),
     )
-    for name, overlap, sync in (
-        (f"{MIXTURE}, 8 islands", 2, {}),
-        (f"{MIXTURE}, 8 islands, {SHORT}", 1, SHORT_CYCLE),
+    for name, overlap, sync, outer in (
+        ("", 2, {}, None),
+        (f", {SHORT}", 1, SHORT_CYCLE, None),
+        (f", {SHORT}{PRESET}", 1, SHORT_CYCLE, GENTLE),
     ):
         yield Row(
-            name=name,
+            name=f"{MIXTURE}, 8 islands{name}",
             group=MIXTURE,
             against=base,
-            config=config(own, **sync),
+            config=config(own, outer=outer, **sync),
             options=network(overlap),
         )
 

@@ -414,6 +414,12 @@ class Service(Handlers):
                 f"incarnation {call.incarnation} of island {call.island!r} is another "
                 f"process than the one that calls; stop this process",
             )
+        if island.status == "gone" and isinstance(call, bulk.FetchRequest):
+            raise Refused(
+                "fenced",
+                f"incarnation {call.incarnation} of island {call.island!r} has ended; "
+                f"stop this process",
+            )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self.sessions.serves(session):

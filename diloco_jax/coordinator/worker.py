@@ -515,10 +515,16 @@ class HoldingWorker(Handlers):
                 f"worker {begin.worker} has not fragment {call.fragment}, but "
                 f"{list(begin.fragments)}; ask the coordinator again"
             )
+        if isinstance(call, bulk.FetchRequest) and call.theta:
+            return  # The lead.
         with self._awaiting:
             least = self._awaited.least(call.island)
-        of_lead = isinstance(call, bulk.FetchRequest) and call.theta
-        if call.incarnation < least and not of_lead:
+        if least is None and isinstance(call, bulk.FetchRequest):
+            raise Busy(
+                f"worker {begin.worker} has not heard that island {call.island!r} is "
+                f"in the run; come again"
+            )
+        if call.incarnation < (least or 0):
             raise Refused(
                 "fenced",
                 f"incarnation {call.incarnation} of island {call.island!r} has ended, "

@@ -596,7 +596,8 @@ class PayloadLayout:
         """Return the bytes of a part.
 
         Raises:
-          ValueError: a box is not in its piece's grid.
+          ValueError: a box is not in its piece's grid, or the part is no part: it has
+            an empty box beside others, more boxes than tiles or more bytes than all.
         """
         return sum(map(math.prod, self._shapes(part)))
 
@@ -658,10 +659,23 @@ class PayloadLayout:
 
     def _shapes(self, part: Part) -> list[tuple[int, ...]]:
         """Return (*tiles, tile_bytes) of every box."""
-        return [
+        tiles = sum(math.prod(p.encoded_shape[:-1]) for p in self.placed)
+        if len(part) > tiles:  # Before any is looked at: they may be a peer's.
+            raise ValueError(
+                f"a part of {len(part)} boxes, of a payload of {tiles} tiles"
+            )
+        shapes = [
             (*self._box_shape(box), self.placed[box.piece].tile_bytes)
             for box in self.boxes(part)
         ]
+        sizes = [math.prod(shape) for shape in shapes]
+        if sum(sizes) > self.total_bytes or (len(part) > 1 and 0 in sizes):
+            raise ValueError(
+                f"a part of {len(part)} boxes and {sum(sizes)} bytes, {sizes.count(0)} "
+                f"of them empty, of a payload of {self.total_bytes} bytes; an empty "
+                f"box is alone, and none overlap"
+            )
+        return shapes
 
     def _box_shape(self, box: Box) -> tuple[int, ...]:
         grid: tuple[int, ...] = ()

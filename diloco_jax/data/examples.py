@@ -33,6 +33,7 @@ from diloco_jax.data.pictures import (
 )
 from diloco_jax.data.tokenizers import CONFIG, NAMING, Tokenizer, read_beside, refusing
 from diloco_jax.errors import ConfigError
+from diloco_jax.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
 WORD = r"<[^<>\s{}]+>|\[/?[^\[\]\s{}]+\]"
@@ -386,7 +387,7 @@ class Reader:
 
     def _chat(self, messages: Messages, found: Mapping[str, Any]) -> Example:
         given = {
-            name: json.loads(value) if isinstance(value, str) else value
+            name: parse_json(value) if isinstance(value, str) else value
             for name in BESIDE
             if (value := found.get(name))
         }

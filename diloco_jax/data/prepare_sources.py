@@ -128,11 +128,7 @@ def find_sources(paths: tuple[str, ...]) -> list[SourceFile]:
         encoded(name, path, FIELD)
         status = path.stat()
         if kind is SourceKind.LIST and status.st_size > MOST_LIST_BYTES:
-            raise ConfigError(
-                f"{FIELD}: {path} is a JSON list of {status.st_size:,} bytes, and one "
-                f"of more than {MOST_LIST_BYTES:,} is not read; write an object a "
-                f"line: `jq -c '.[]'`, into a file .jsonl"
-            )
+            raise _too_long(f"{path} is a JSON list of {status.st_size:,} bytes")
         if status.st_size:
             found.append(
                 SourceFile(
@@ -275,7 +271,10 @@ def _objects(
     """Yield where each object or row of a slice stands, and what it is."""
     if source.kind is SourceKind.LIST:
         with _opened(source) as file:
-            found = _parsed(file.read().removeprefix(BOM), 0, source.path)
+            data = file.read(MOST_LIST_BYTES + 1)  # Unpacked, it may be any length.
+        if len(data) > MOST_LIST_BYTES:
+            raise _too_long(f"{source.path} is a longer JSON list")
+        found = _parsed(data.removeprefix(BOM), 0, source.path)
         for number, item in enumerate(found):
             yield f"{source.path}, item {number}", item
     elif source.kind is SourceKind.TABLE:
@@ -297,14 +296,23 @@ def _lines(source: SourceFile, part: SourceSlice) -> Iterator[tuple[str, Any]]:
             file.seek(at - 1)
             at += len(file.readline()) - 1
         while source.packed or at < part.stop:
-            line = file.readline()
+            line = file.readline(MOST_LIST_BYTES + 1)
             if not line:
                 return
+            if len(line) > MOST_LIST_BYTES:
+                raise _too_long(f"{source.path} has a longer line at offset {at}")
             bare = line.removeprefix(BOM)  # Files that were joined have several.
             if bare.strip():
                 where = f"{source.path}, offset {at}: the line there"
                 yield where, _parsed(bare, at, where)
             at += len(line)
+
+
+def _too_long(what: str) -> ConfigError:
+    return ConfigError(
+        f"{FIELD}: {what}, and JSON of more than {MOST_LIST_BYTES:,} bytes is not read "
+        f"at once; write an object a line: `jq -c '.[]'`, into a file .jsonl"
+    )
 
 
 def _opened(source: SourceFile) -> BinaryIO:

@@ -372,6 +372,13 @@ def read_manifest(folder: str | Path) -> Contents:
             f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
             f"folder with `diloco data prepare`"
         ) from error
+    split = (*found.train.shards, *found.validation.shards)
+    for name in (found.tokenizer.file, *(shard.name for shard in split)):
+        if name != Path(name).name:
+            raise ConfigError(
+                f"data.paths: {path} names the file {name!r}, which does not lie in "
+                f"its folder; make the folder again with `diloco data prepare`"
+            )
     if found.format not in (FORMAT, WITH_PICTURES):
         raise ConfigError(
             f"data.paths: {path} has format {found.format}, this version reads formats "

@@ -88,14 +88,14 @@ def ask_metadata(path: str, waits_s: float = 0.0) -> tuple[str, str]:
     )
     # Never by way of a proxy: the server is this machine's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=METADATA_ANSWER_S + waits_s) as answer:
-        if answer.headers.get("Metadata-Flavor") != "Google":
-            raise ValueError("it answers, but is no metadata server")
-        try:
+    try:
+        with opener.open(request, timeout=METADATA_ANSWER_S + waits_s) as answer:
+            if answer.headers.get("Metadata-Flavor") != "Google":
+                raise ValueError("it answers, but is no metadata server")
             text = answer.read().decode(errors="replace")
-        except HTTPException as error:
-            raise OSError(f"its answer broke off: {error!r}") from error
-        return text, answer.headers.get("ETag", "")
+            return text, answer.headers.get("ETag", "")
+    except HTTPException as error:
+        raise OSError(f"its answer is none, or broke off: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -469,7 +469,7 @@ class AwaitedTakes:
 
     def forget(self, island: str, before: int) -> None:
         """End the incarnations of an island below `before`."""
-        self._least[island] = max(before, self.least(island))
+        self._least[island] = max(before, self.least(island) or 0)
         for key, (incarnation, _) in list(self._takes.items()):
             if key[0] == island and incarnation < before:
                 del self._takes[key]
@@ -479,6 +479,7 @@ class AwaitedTakes:
         own = self._takes.get((delta.island, delta.fragment))
         return own == (delta.incarnation, delta.tick)
 
-    def least(self, island: str) -> int:
-        """Return the first incarnation of an island that has not ended."""
-        return self._least.get(island, 0)
+    def least(self, island: str) -> int | None:
+        """Return the first incarnation of an island that has not ended; None if the
+        lead has let none in."""
+        return self._least.get(island)

@@ -292,11 +292,18 @@ def read_index(folder: Path) -> dict[str, str]:
     naming that, if it is none."""
     where = read_json(index := folder / INDEX).get("weight_map")
     try:
-        return msgspec.convert(where, dict[str, str])
+        found = msgspec.convert(where, dict[str, str])
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{index}: weight_map names no files of tensors ({error}); copy it again"
         ) from error
+    for tensor, name in found.items():
+        if name != Path(name).name:
+            raise ConfigError(
+                f"{index}: weight_map has {tensor} in {name!r}, which does not lie in "
+                f"its folder; copy the model again from its source"
+            )
+    return found
 
 
 def read_tensors(

@@ -276,6 +276,8 @@ def revoke(folder: str | Path, who: Principal) -> list[int]:
         )
     today = datetime.datetime.now(datetime.UTC).date()
     lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
+    if before and not before.endswith("\n"):
+        before += "\n"  # Somebody has edited it.
     _replace(path, f"{before}{lines}".encode(), 0o644)
     # A coordinator's certificate has the names that the next one is signed for.
     for ending in ENDINGS[: 1 if who == COORDINATOR else None]:
@@ -547,10 +549,11 @@ def _revoke(folder: Path, stems: Sequence[str]) -> None:
     for stem in dict.fromkeys(stems):
         who = of_stem(stem)
         assert who is not None
+        dialled = ", and who connects to it beside its own" * (who.role != "island")
         numbers = ", ".join(f"{serial:x}" for serial in revoke(folder, who))
         print(
             f"{who}: serial numbers in hex {numbers}, in {folder / REVOKED}; a "
             f"coordinator whose folder that is shuts them out within seconds, others "
-            f"need the file beside their coordinator.pem",
+            f"need the file beside their coordinator.pem{dialled}",
             file=sys.stderr,
         )

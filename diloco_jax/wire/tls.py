@@ -295,12 +295,23 @@ class Peers:
 
     def __init__(self, folder: Path | None) -> None:
         """folder: with the server's certificates; its `revoked.txt` is read again when
-        it changes. None: there is no TLS, and nobody is known or revoked."""
+        it changes. None: there is no TLS, and nobody is known or revoked.
+
+        Raises SecurityError if the list is there and cannot be read.
+        """
         self._path = folder / REVOKED if folder is not None else None
         self._lock = threading.Lock()
         self._revoked: frozenset[int] = frozenset()
         self._seen: tuple[int, ...] = ()
         self._looked = float("-inf")
+        if self._path is not None:
+            try:
+                self._read(self._path)
+            except (OSError, ValueError) as error:
+                raise SecurityError(
+                    f"{self._path} cannot be read ({error}), so nobody knows who is "
+                    f"shut out; mend it, or copy it anew from where `diloco certs` ran"
+                ) from error
 
     def identify(self, pem: bytes) -> Principal | None:
         """Return whose certificate a connection has; None without TLS. Raises
@@ -326,16 +337,21 @@ class Peers:
             return serial in self._revoked
 
     def _look(self, path: Path) -> None:
-        """Read the serial numbers again, if the file changed."""
+        """Read the serial numbers again, if the file changed and can be read."""
+        before = self._seen
         try:
-            stamp = _stamp(path)
-            if stamp != self._seen:
-                text = path.read_text() if stamp else ""
-                self._revoked, self._seen = frozenset(serials(text)), stamp
+            self._read(path)
+            if self._seen != before:
                 logger.info("%d certificates are revoked", len(self._revoked))
         except (OSError, ValueError) as error:
             # A peer that was shut out stays so.
             logger.error("%s cannot be read, and is left as it was: %s", path, error)
+
+    def _read(self, path: Path) -> None:
+        stamp = _stamp(path)
+        if stamp != self._seen:
+            text = path.read_text() if stamp else ""
+            self._revoked, self._seen = frozenset(serials(text)), stamp
 
 
 def principal_of(certificate: x509.Certificate) -> Principal | None:
@@ -403,12 +419,22 @@ def dial(
             secured = tls.current().wrap_socket(connection, server_hostname=host)
         except OSError as error:
             raise _no_handshake(address, tls.files, timeout_s, error) from error
-    found = principal_of(
-        x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
-    )
-    if answers and (wrong := mismatch(found, field, *answers)):
+    try:
+        certificate = x509.load_der_x509_certificate(
+            secured.getpeercert(binary_form=True) or b""
+        )
+        found = principal_of(certificate)
+        if answers and (wrong := mismatch(found, field, *answers)):
+            raise SecurityError(f"{address}: {wrong}")
+        if Peers(tls.files.folder).is_revoked(certificate.serial_number):
+            raise SecurityError(
+                f"{address}: the certificate of {found} there, serial number "
+                f"{certificate.serial_number:x}, is revoked; give it another one "
+                f"(`diloco certs DIR --add`)"
+            )
+    except BaseException:
         secured.close()
-        raise SecurityError(f"{address}: {wrong}")
+        raise
     return secured
 
 

@@ -31,7 +31,7 @@ from diloco_jax.protocol.messages import Version
 from diloco_jax.wire import addresses, peers
 from diloco_jax.wire.bulk import BulkConnection, FetchRequest
 from diloco_jax.wire.certificates import add, make_certificates
-from diloco_jax.wire.errors import Refused, SecurityError, VersionGone
+from diloco_jax.wire.errors import Busy, Refused, SecurityError, VersionGone
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
@@ -298,24 +298,45 @@ def test_a_worker_to_which_no_lead_comes_ends_and_says_so(
 
 def test_the_lead_gets_the_last_version_beside_one_of_a_kept_cycle(config):
     """A slow disk holds the kept one back until the end of the run."""
+    worker = holding(config)
+    worker._pinned = {0: (FIRST, "kept")}
+    assert worker.fetch(wanted(FIRST, theta=True)) == (FIRST, "kept")
+    assert worker.fetch(wanted(LAST, theta=True)) == (LAST, "newest")
+    with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
+        worker.fetch(wanted(Version(1, 4), theta=True))
+
+
+def test_islands_that_are_not_in_the_run_get_nothing(config):
+    """Whatever they are certified for."""
+    worker = holding(config)
+    worker.holder = SimpleNamespace(fetch=lambda request: "given")
+    with pytest.raises(Busy, match="not heard that island 'x' is in the run"):
+        worker.fetch(wanted(LAST))
+    worker._awaited.forget("x", 1)
+    assert worker.fetch(wanted(LAST)) == "given"
+    worker._awaited.forget("x", 2)
+    with pytest.raises(Refused, match="incarnation 1 of island 'x' has ended"):
+        worker.fetch(wanted(LAST))
+
+
+FIRST, LAST = Version(1, 3), Version(1, 5)
+
+
+def holding(config) -> HoldingWorker:
+    """A worker of the last version of fragment 0, without processes."""
     worker = object.__new__(HoldingWorker)
-    first, last = Version(1, 3), Version(1, 5)
     worker._begin, worker._awaited = begun(config), AwaitedTakes()
-    worker._awaiting, worker._pinned = threading.Lock(), {0: (first, "kept")}
+    worker._awaiting = threading.Lock()
     worker._store = SimpleNamespace(
-        current=lambda fragment: (last, {"theta": "newest"}),
+        current=lambda fragment: (LAST, {"theta": "newest"}),
         values=lambda fragment, version, theta, part: (version, theta),
     )
+    return worker
 
-    def fetched(want: Version) -> object:
-        fields = {"incarnation": 0, "session": "s", "fragment": 0, "have": None}
-        request = FetchRequest(run_id="r", island="x", want=want, theta=True, **fields)
-        return worker.fetch(request)
 
-    assert fetched(first) == (first, "kept")
-    assert fetched(last) == (last, "newest")
-    with pytest.raises(VersionGone, match=r"\(1, 4\) of fragment 0 is not kept here"):
-        fetched(Version(1, 4))
+def wanted(version: Version, *, theta: bool = False) -> FetchRequest:
+    fields = {"incarnation": 1, "session": "s", "fragment": 0, "have": None}
+    return FetchRequest(run_id="r", island="x", want=version, theta=theta, **fields)
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -1,5 +1,8 @@
 """A payload is its pieces end to end, and parts of it are boxes of tiles."""
 
+import math
+import operator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,7 +54,18 @@ def boxes(draw, placed: int) -> Box:
     return Box(placed, start, stop)
 
 
-@given(st.lists(st.integers(0, 2).flatmap(boxes), max_size=4))
+def takes_no_more_than_all(part: list[Box]) -> bool:
+    sizes = [(math.prod(b - a for a, b in zip(*box[1:], strict=True))) for box in part]
+    tiles = [LAYOUT.placed[box.piece].tile_bytes for box in part]
+    return sum(map(operator.mul, sizes, tiles)) <= LAYOUT.total_bytes
+
+
+PARTS = st.lists(st.integers(0, 2).flatmap(boxes), max_size=4).filter(
+    takes_no_more_than_all
+)
+
+
+@given(PARTS)
 def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
     arrays = encoded()
     payload = LAYOUT.pack(arrays)
@@ -66,7 +80,7 @@ def test_a_part_comes_back_to_its_places(part: list[Box]) -> None:
         assert not got[~here._here[i]].any()
 
 
-@given(st.lists(st.integers(0, 2).flatmap(boxes), max_size=4))
+@given(PARTS)
 def test_values_of_a_part_are_those_of_its_tiles(part: list[Box]) -> None:
     rng = np.random.default_rng(0)
     shapes = [p.piece.shape for p in LAYOUT.placed]
@@ -111,6 +125,25 @@ def test_tiles_that_are_not_there_are_named(box: Box) -> None:
             ValueError, match=r"Box\(piece=\d.* is not in a fragment of 3"
         ):
             refuse()
+
+
+WHOLE, EMPTY = LAYOUT.boxes(()), Box(0, (0, 0), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (WHOLE * 3, "9 boxes, of a payload of 7 tiles"),
+        (WHOLE * 2, "6 boxes and 12398 bytes"),
+        ((WHOLE[0], EMPTY), "1 of them empty"),
+    ],
+)
+def test_a_part_takes_no_more_than_its_payload(part, why) -> None:
+    """A peer's, of a megabyte of boxes, cost seconds and gigabytes."""
+    for refuse in (LAYOUT.part_bytes, lambda part: LAYOUT.cut(bytes(6199), part)):
+        with pytest.raises(ValueError, match=why):
+            refuse(part)
+    assert LAYOUT.part_bytes((EMPTY,)) == 0, "of a host that has none"
 
 
 def test_a_part_of_another_length_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Refusals of `diloco data prepare`: by name, with nothing half-written."""
 
+import json
 import os
 
 import pyarrow
@@ -12,6 +13,7 @@ from diloco_jax.data import prepare_sources
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 26906\n"
 DEEP = b"[" * 200_000 + b"]" * 200_000
+CHAT = b'{"messages": [{"role": "user", "content": "a"}], "tools": %s}'
 CHAT_0 = r"a.json, item 1 is no document: its text has a NUL character \(U\+0000\)"
 
 
@@ -36,6 +38,7 @@ CHAT_0 = r"a.json, item 1 is no document: its text has a NUL character \(U\+0000
         ("a.json", b"[{},", r"a.json is no document: Expecting"),
         ("a.jsonl", b'{"text": "a"}\n' + DEEP, r"offset 14: .*nested too deeply"),
         ("a.json", DEEP, r"a.json is no document: its brackets are nested"),
+        ("a.jsonl", CHAT % json.dumps(DEEP.decode()).encode(), r"offset 0: .*nested"),
         ("a.jsonl", b'\xff\xfe{\0"\0', r"offset 0: .*it is UTF-16"),
         ("a.jsonl", b'{"text": "\xff"}', r"a byte that is not UTF-8 at offset 10"),
         ("a.jsonl", b'{"text": null, "messages": [3]}', r"needs a role and a content"),

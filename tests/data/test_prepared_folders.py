@@ -45,6 +45,11 @@ def test_files_are_those_of_the_manifest(texts, tmp_path):
     (folder / MANIFEST).write_bytes(msgspec.json.encode(newer))
     with pytest.raises(ConfigError, match=r"has format 99, .* reads formats 2 and 3"):
         read_manifest(folder)
+    there = msgspec.structs.replace(prepared.tokenizer, file="../x.json")
+    outside = msgspec.structs.replace(prepared, tokenizer=there)
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(outside))
+    with pytest.raises(ConfigError, match=r"the file '../x.json', which does not lie"):
+        read_manifest(folder)
     older = {**msgspec.to_builtins(prepared), "format": 1}
     del older["ends"], older["train"]["counts"]["chats"]
     (folder / MANIFEST).write_bytes(msgspec.json.encode(older))

@@ -137,6 +137,17 @@ def test_a_list_that_is_too_long_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("begin", "why"),
+    [(b"[", "is a longer JSON list"), (b"{", "has a longer line at offset 0")],
+)
+def test_what_a_packed_file_unpacks_to_is_bounded(begin, why, tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco_jax.data.prepare_sources.MOST_LIST_BYTES", 100)
+    write(tmp_path / "in", **{"a.json.gz": gzip.compress(begin + b" " * 1000)})
+    with pytest.raises(ConfigError, match=f"{why}.* more than 100 bytes is not read"):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "content"),
     [("a.jsonl", LINES), ("a.json", LINES), ("a.JSON", "[1]"), ("a.parquet", b"PAR1")],
 )

@@ -4,8 +4,10 @@ that is short of memory or disk; and traces of the steps that its loop makes."""
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import coordinator_says as says
@@ -102,6 +104,24 @@ def test_where_there_is_no_such_server_nothing_happens(
     watch = watch_metadata(noticed(mailbox))
     watch.join(WAIT_S)
     assert (watch.is_alive(), mailbox.ending) == (False, None)
+
+
+def test_an_answer_that_is_no_http_is_none(monkeypatch):
+    """It ended the watch, and with that all notice."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{port}")
+
+        def answer():
+            with listening.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"no HTTP\r\n\r\n")
+
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(answer)
+            with pytest.raises(OSError, match="its answer is none, or broke off"):
+                world.ask_metadata("preempted")
+            answered.result(WAIT_S)
 
 
 # ---- what is done with its seconds ------------------------------------------------

@@ -226,6 +226,7 @@ def test_lead_and_workers_end_together_and_go_on_from_their_disks(
                 size = len(anchor)
                 fetched = beside.submit(at.fetch, fetch_of(0, begun), max_bytes=size)
                 assert not fetched.done(), "it waits for the commit"
+                workers.hold(Forget(island="a", before=1, kept=()))  # It is let in.
                 workers.hold(Commit(fragment=0, version=begun))
                 assert bytes(fetched.result(PATIENCE_S).payload) == anchor
         assert workers.save_all(None)

@@ -143,12 +143,17 @@ def test_a_value_of_a_wrong_type_is_named(settings, shown, config, source):
 
 
 @pytest.mark.parametrize(
-    "index", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}']
+    ("index", "why"),
+    [
+        *((i, "names no files") for i in ("{}", '{"weight_map": [1]}')),
+        ('{"weight_map": {"a": 3}}', "names no files"),
+        ('{"weight_map": {"a": "../b"}}', "has a in '../b', which does not lie in"),
+    ],
 )
-def test_an_index_that_names_no_files_is_refused(index, config, source):
+def test_an_index_that_names_no_files_is_refused(index, why, config, source):
     gone(source)
     (source / tensor_files.INDEX).write_text(index)
-    with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
+    with pytest.raises(ConfigError, match=f"index.json: weight_map {why}"):
         started_from(config, f"hf:{source}")
 
 

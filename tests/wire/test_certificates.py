@@ -151,6 +151,12 @@ def test_a_revoked_certificate_is_listed_and_gone(folder, certs):
     (line,) = (folder / "revoked.txt").read_text().splitlines()
     assert "# island a, " in line
     assert not gets_in(folder, stolen)
+    # After somebody has edited the list.
+    other, path = pem_of(folder, island("b")), folder / "revoked.txt"
+    path.write_text(path.read_text().removesuffix("\n"))
+    assert certs(folder, "--revoke", "island.b")[0] == 0
+    assert not gets_in(folder, stolen)
+    assert not gets_in(folder, other)
 
 
 def test_a_certificate_that_was_renewed_is_revoked_with_the_newest(folder):

@@ -222,6 +222,19 @@ def test_a_list_that_cannot_be_read_lets_nobody_back(
     with pytest.raises(Refused, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
     assert "'no' is no hex number" in caplog.text
+    with pytest.raises(SecurityError, match="so nobody knows who is shut out; mend it"):
+        serve(tls=TlsFiles.load(copy, COORDINATOR))
+
+
+def test_a_server_with_a_revoked_key_is_not_spoken_with(serve, copy):
+    """Where the list lies: beside the files of leads, workers and people."""
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    authority.revoke(copy, COORDINATOR)
+    made = tls_files.Renewed(
+        TlsFiles.load(copy, island(ISLAND)), TlsFiles.client_context
+    )
+    with pytest.raises(SecurityError, match="coordinator there, serial number"):
+        tls_files.dial(address, made, WAIT_S)
 
 
 def test_a_list_that_was_copied_with_its_old_time_is_read_again(copy, at_once):

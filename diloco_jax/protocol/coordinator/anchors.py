@@ -198,10 +198,10 @@ class _Turn(OneStep[Search]):
             return
         if unfit is None:
             known = claims_of(offer)
-            if wrong := too_high(known, self.state.limits):
+            wrong = too_high(known, self.state.limits)
+            if wrong := wrong or self._hear(offer, known):
                 self._disbelieve(offer, wrong)
                 return
-            self._hear(offer, known)
         if before is not None and before.offer.incarnation > offer.incarnation:
             why = f"incarnation {before.offer.incarnation} of this island has offered"
             self._come_again(offer, why)
@@ -243,19 +243,27 @@ class _Turn(OneStep[Search]):
             )
             self.set(members={**self.state.members, event.island: member})
 
-    def _hear(self, offer: Hello, known: Known) -> None:
+    def _hear(self, offer: Hello, known: Known) -> str:
         """Note what an island has heard of the run. If it knows a term as high as the
-        one that is to begin, that one gets a higher number, and all anchors come
-        anew."""
-        state = self.state
-        before = state.heard.get(offer.island, Heard("", Known()))
+        one that is to begin, that one gets a higher number, and all anchors come anew.
+        Explain why it is not believed if it says so again: it could hold all up."""
+        state, name = self.state, offer.island
+        fetching = state.phase == "fetching" and not state.aim.term
+        raises = fetching and known.term >= state.term
+        if raises and name in state.raised:
+            return (
+                f"it claims term = {known.term}, and has made the new one's number "
+                f"{state.term} by such a claim before"
+            )
+        before = state.heard.get(name, Heard("", Known()))
         run_id = offer.run_id or before.run_id
         if before.run_id in ("", run_id):
             known = before.known.higher(known)
-        self.set(heard={**state.heard, offer.island: Heard(run_id, known)})
-        fetching = state.phase == "fetching" and not state.aim.term
-        if fetching and known.term >= state.term:
-            self.set(term=known.term + 1, claims={}, got={})
+        self.set(heard={**state.heard, name: Heard(run_id, known)})
+        if raises:
+            raised = state.raised | {name}
+            self.set(term=known.term + 1, claims={}, got={}, raised=raised)
+        return ""
 
     def _forget(self, name: str) -> None:
         """Forget how an island voted, since another process of it has come: it is asked

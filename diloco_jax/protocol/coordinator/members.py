@@ -407,7 +407,10 @@ def resumed(turn: Turn, event: RunResumed) -> None:
     for name, island in turn.state.islands.items():
         if island.status != "gone":
             reported = event.steps.get((name, island.incarnation), 0)
-            turn.put(replace(island, steps=max(island.steps, reported)))
+            # A figure that nothing has checked: no more than it had data for.
+            most = island.sequences_granted // island.sequences_per_step
+            steps = max(island.steps, min(reported, most))
+            turn.put(replace(island, steps=steps))
             end(turn, name, "stopped")
 
 
@@ -576,15 +579,8 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
     turn.state = joined(turn.state, island, carried)
     alive(turn, schedule.restart(turn.state.islands[event.island]))
     turn.persist(record)
-    # Holders take nothing more of the one before once it hears of its end.
-    deltas = tuple(
-        delta.key(fragment.index)
-        for fragment in turn.state.fragments
-        for delta in (*fragment.left_behind, *fragment.merging)
-    )
-    turn.effects.append(
-        Forget(island=event.island, before=event.incarnation, kept=deltas)
-    )
+    # Before the one before hears of its end.
+    forget(turn, event.island, event.incarnation)
     if fenced is not None:
         refused = Refused(
             code="fenced",
@@ -594,6 +590,17 @@ def _join(turn: Turn, event: Hello, fenced: Island | None) -> None:
         turn_away(turn, fenced.name, fenced.session, refused)
     _welcome(turn, event, resumed=False)
     leases.top_up(turn, event.island)
+
+
+def forget(turn: Turn, name: str, before: int) -> None:
+    """Have holders take nothing more of the incarnations of an island below `before`,
+    and give them nothing."""
+    deltas = tuple(
+        delta.key(fragment.index)
+        for fragment in turn.state.fragments
+        for delta in (*fragment.left_behind, *fragment.merging)
+    )
+    turn.effects.append(Forget(island=name, before=before, kept=deltas))
 
 
 def _gives_at(config: PolicyConfig, event: Hello) -> tuple[str, ...]:

@@ -245,6 +245,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """Why the last offer of an island does not fit."""
     heard: Mapping[str, Heard] = msgspec.field(default_factory=dict)
     """Claims by island; one that joins may alone know of a term, and count."""
+    raised: frozenset[str] = frozenset()
+    """Islands by whose claims the number of the term rose while anchors arrived."""
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)

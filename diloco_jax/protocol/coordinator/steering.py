@@ -96,6 +96,7 @@ def _remove(turn: Turn, name: str) -> None:
     # In this order: after a crash between the two records, the order is given again.
     members.end(turn, name, "refused", message)
     turn.persist(records.Removed(island=name))
+    members.forget(turn, name, island.incarnation + 1)
     refused = Refused(code="removed", message=f"{message}; stop this process")
     members.turn_away(turn, name, island.session, refused)
 

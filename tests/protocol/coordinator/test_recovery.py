@@ -269,6 +269,15 @@ def test_steps_that_only_the_roster_knows_are_counted_and_lost() -> None:
     assert d.state.islands["a"].steps == 4, "that was another incarnation's"
 
 
+def test_no_more_steps_are_believed_than_there_was_data_for() -> None:
+    """What the roster has is a figure that nothing checked."""
+    d = stopped()
+    island = d.state.islands["b"]
+    d.feed(RunResumed(steps={("b", 1): 2**52}))
+    steps = d.state.islands["b"].steps
+    assert steps == island.sequences_granted // island.sequences_per_step
+
+
 def test_who_had_left_does_not_leave_again() -> None:
     d = stopped()
     d.goodbye("a")

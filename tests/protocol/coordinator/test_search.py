@@ -362,6 +362,18 @@ def test_anchors_of_a_term_that_is_known_already_do_not_count() -> None:
     assert found(g.arrive("a", 1, 5)).term == 3
 
 
+def test_an_island_makes_anchors_come_anew_once() -> None:
+    """One that is told the new number, and claims to know it, held all up."""
+    g = Searching("ab")
+    g.offer("a", 5, 5)
+    g.offer("b", 4, 4)
+    g.offer("b", 4, 4, term=g.state.term)
+    g.arrive("a", 0, 5)
+    (refused,) = of(g.offer("b", 4, 4, term=g.state.term), Tell)
+    assert "it claims term = 3, and has made the new one's" in refused.message.message
+    assert found(g.arrive("a", 1, 5)).term == 3
+
+
 def test_an_anchor_is_awaited_until_its_own_deadline() -> None:
     g = Searching("a")
     g.offer("a", 5, 5)

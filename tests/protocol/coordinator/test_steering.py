@@ -27,7 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     initial,
     with_island,
 )
-from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.holding import Forget, Merge
 from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer, Welcome
 
 
@@ -93,6 +93,8 @@ def test_a_removed_island_is_put_out_and_stays_out() -> None:
     assert (refused.island, refused.code) == ("c", "removed")
     assert "an operator removed island 'c'" in refused.message
     assert d.totals("c").lost == {"refused": 3 * TOKENS_PER_STEP}
+    (forget,) = of(effects, Forget)
+    assert (forget.island, forget.before) == ("c", 2), "holders give it nothing more"
     assert d.state.islands["c"].status == "gone"
     assert only(d.hello("c", 2), Refused).code == "unknown_island"
     d.crash()
