@@ -508,12 +508,12 @@ def eval_command(arguments: Sequence[str]) -> int:
     result, text = evaluate(options, config, _console())
     if options.cycle:
         result["eval_cycle"] = options.cycle
-    else:
-        add_to_summary(options.workdir, result)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
     else:
         print(text, file=sys.stderr)
+    if not options.cycle:
+        add_to_summary(options.workdir, result)  # A disk may be full, or read-only.
     return EXIT_DONE
 
 

@@ -29,6 +29,8 @@ FAILURES = "failures.msgpack"
 """Failures so far, as the coordinator's next life must know them."""
 SUMMARY = "summary.json"
 """Summary, written when the run ends."""
+HISTORY = "history"
+"""Folder of the tables of an emulated run."""
 MEASURED = "measured.json"
 """What the run measured for `diloco plan --measured`, written with the summary."""
 ADDRESS = "coordinator.address"
@@ -60,3 +62,5 @@ CACHE = "jax-cache"
 
 NAMES = tuple(value for name, value in sorted(globals().items()) if name.isupper())
 """All the names above."""
+SIGNS_OF_A_RUN = (CONFIG, FACTS, TAPE, SUMMARY, ATTEMPTS)
+"""Any of these means that a workdir belongs to a run."""

@@ -193,9 +193,17 @@ def read_summary(workdir: Path) -> dict[str, Any]:
 
 
 def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
-    """Add fields to the summary of the run there, if the run has ended."""
-    if summary := read_summary(workdir):
-        write_json({**summary, **fields}, workdir / run_files.SUMMARY)
+    """Add fields to the summary of the run there, if the run has ended, and not
+    meanwhile: `eval_merges` are then fewer. Scores join those of other tasks."""
+    summary = read_summary(workdir)
+    merges = summary.get("merges")
+    if summary and fields.get("eval_merges", merges) == merges:
+        scores = {
+            name: {**summary.get(name, {}), **found}
+            for name, found in fields.items()
+            if isinstance(found, dict)
+        }
+        write_json({**summary, **fields, **scores}, workdir / run_files.SUMMARY)
 
 
 @contextlib.contextmanager

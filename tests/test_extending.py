@@ -13,6 +13,7 @@ from pieces import merge_deltas
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli
+from diloco_jax.config import ConfigError
 from diloco_jax.config.config import FIELDS
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.codecs import Codec, encode_with_feedback
@@ -130,6 +131,18 @@ def broken(path: Path) -> Path:
     assert "return share * total /" in text
     path.write_text(text.replace("return share * total /", "return total[:, :1]  #"))
     return path
+
+
+def test_a_file_that_has_changed_is_read_again(written) -> None:
+    """In a notebook: a rule that is edited, or one that is mended."""
+    path = written("sign_consensus")
+    config, text = read_config(path).validate(), path.read_text()
+    before = MERGE_RULES.find(config.run.sync.merge)
+    broken(path)
+    with pytest.raises(ConfigError, match="a merged delta has their shape"):
+        config.validate()
+    path.write_text(text + "\n")
+    assert MERGE_RULES.find(config.validate().run.sync.merge) is not before
 
 
 @pytest.mark.parametrize("command", ["run", "emulate", "plan"])

@@ -7,12 +7,14 @@ import os
 import pytest
 from goldens import FOLDER, REGENERATE
 
-from diloco_jax import cli
+from diloco_jax import cli, run_files
 from diloco_jax import workdir as workdirs
+from diloco_jax.cluster import status
 from diloco_jax.config import (
     Config,
     ConfigError,
     IslandConfig,
+    Placement,
     RunConfig,
     shared_fields,
 )
@@ -120,3 +122,24 @@ def test_a_summary_that_was_cut_off_is_named(tmp_path, content):
     with pytest.raises(ConfigError, match=r"summary\.json .*restore it from a copy"):
         workdirs.read_summary(tmp_path)
     assert workdirs.read_summary(tmp_path / "none") == {}
+
+
+def test_a_coordinator_may_end_while_it_is_looked_for(tmp_path, monkeypatch):
+    """Its address is gone between two looks."""
+    write_json({"phase": "done", "eval_loss": 2.0}, tmp_path / run_files.SUMMARY)
+    address = tmp_path / run_files.ADDRESS
+    address.write_text("127.0.0.1:9")
+    looks = iter([lambda: None, address.unlink])
+    monkeypatch.setattr(status, "require_format", lambda _: next(looks)())
+    assert status.read_status(str(tmp_path), Placement())["phase"] == "done"
+
+
+def test_what_a_summary_gets_is_of_its_own_parameters(tmp_path):
+    """An evaluation may have begun before the run ended."""
+    path, before = tmp_path / "summary.json", {"phase": "done", "merges": 400}
+    path.write_text(json.dumps(before))
+    workdirs.add_to_summary(tmp_path, {"eval_loss": 2.0, "eval_merges": 300})
+    assert workdirs.read_summary(tmp_path) == before
+    for task in ("a", "b"):
+        workdirs.add_to_summary(tmp_path, {"eval_tasks": {task: 1}})
+    assert workdirs.read_summary(tmp_path)["eval_tasks"] == {"a": 1, "b": 1}

@@ -51,6 +51,13 @@ def run(
     strikes, faults = of_options(options, tuple(config.islands))
     planned = [*map(str, strikes), *faults]
     struck = with_restarts(with_faults(config, faults), strikes)
+    if options.twin and config.placement.workdir:
+        beside = Path(twin_of(config, Path(config.placement.workdir)).placement.workdir)
+        if any((beside / sign).exists() for sign in run_files.SIGNS_OF_A_RUN):
+            raise ConfigError(
+                f"--twin: {beside}, where the run without strikes would be, holds a "
+                f"run already; give another --workdir, or remove it"
+            )
     if options.save_schedule:
         write_schedule(planned, Path(options.save_schedule))
     for text in planned:
@@ -80,12 +87,15 @@ def run(
     if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
     findings = report(workdir, config, planned, summary)
-    if options.twin and code == EXIT_DONE:
-        say(console, "\nthe same without strikes")
-        code, summary, _ = run_under(twin_of(config, workdir), ())
-        findings["twin_goodput"] = summary.get("goodput")
-        write_json(findings, workdir / run_files.CHAOS_REPORT)
-    show(findings, workdir, console)
+    try:
+        if options.twin and code == EXIT_DONE:
+            say(console, "\nthe same without strikes")
+            code, summary, _ = run_under(twin_of(config, workdir), ())
+            if code == EXIT_DONE:
+                findings["twin_goodput"] = summary.get("goodput")
+                write_json(findings, workdir / run_files.CHAOS_REPORT)
+    finally:
+        show(findings, workdir, console)
     return code, {**findings, "workdir": str(workdir)}
 
 

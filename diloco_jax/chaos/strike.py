@@ -184,6 +184,7 @@ class Striker:
     def watch(self, workdir: Path) -> None:
         """Begin, on a run in this workdir whose links are not struck."""
         self.workdir = workdir
+        free(workdir)  # What one that was killed had taken.
         self._thread.start()
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from diloco_jax.cluster.processes import (
     noted,
     private_files,
     quoted,
+    signal_group,
     start_child,
     wait_all,
 )
@@ -410,11 +411,10 @@ class LocalProcess:
 
     def _signal(self, number: int, host: int) -> None:
         pids = self.pids
-        if host >= len(pids):
+        if host >= len(pids) or not signal_group(pids[host], number):
             raise LocalClusterError(
                 f"{self.name} has no process for host {host}: it has {len(pids)} now"
             )
-        os.kill(pids[host], number)
 
 
 class LocalCluster:
@@ -462,8 +462,16 @@ class LocalCluster:
         self.close()
 
     def start(self) -> None:
-        """Start the launcher, which starts everything; return at once."""
+        """Start the launcher, which starts everything; return at once. Raise
+        ConfigError if the folder is that of a run, or has one."""
         path = self.log.with_name(run_files.CONFIG)
+        signs = run_files.SIGNS_OF_A_RUN
+        of_run = [self.workdir / sign for sign in signs]
+        of_run += [path.with_name(s) for s in signs if s != path.name]
+        if there := [file for file in of_run if file.exists()]:
+            raise ConfigError(
+                f"workdir {path.parent} holds a run already ({there[0]}); give another"
+            )
         name, *options = self._command
         command = [*DILOCO, name, str(path), "--workdir", str(self.workdir), *options]
         with private_files():
@@ -517,8 +525,8 @@ class LocalCluster:
     def close(self) -> None:
         """End every process; remove the folder if it is a temporary one."""
         if self._launcher is not None and not self.ended:
-            step_s = self._longest_step()
             self._launcher.terminate()
+            step_s = self._longest_step()
             try:
                 # Islands say goodbye, then the coordinator sums up (`Cluster.stop`).
                 stop_s = self.config.placement.deadlines.stop_s

@@ -73,15 +73,6 @@ from diloco_jax.wire.tls import TlsFiles
 logger = logging.getLogger(__name__)
 
 
-# Any of these means that a workdir belongs to a run.
-SIGNS_OF_A_RUN = (
-    run_files.CONFIG,
-    run_files.TAPE,
-    run_files.SUMMARY,
-    run_files.ATTEMPTS,
-)
-
-
 class Beginning:
     """A context in which `workdir` exists and only this process begins a run in it."""
 
@@ -115,7 +106,7 @@ class Beginning:
 
         Raises ConfigError, and changes nothing, if a run is there already, or what is
         left of a start that was killed."""
-        if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
+        if any((self.workdir / file).exists() for file in run_files.SIGNS_OF_A_RUN):
             _require_no_coordinator(self.workdir)
             or_go_on = ""
             if _can_go_on(self.workdir):

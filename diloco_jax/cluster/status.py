@@ -84,13 +84,14 @@ def reached(target: str, placement: Placement) -> tuple[str, Placement]:
     if (workdir := require_target(target)) is None:
         return target, placement
     require_format(workdir)
-    file = workdir / run_files.ADDRESS
-    if not file.exists():
-        raise ConnectionLost(f"no coordinator is up in {workdir}")
+    try:
+        address = (workdir / run_files.ADDRESS).read_text().strip()
+    except FileNotFoundError:
+        raise ConnectionLost(f"no coordinator is up in {workdir}") from None
     if not placement.certificates:
         own = read_config_json(workdir / run_files.CONFIG).placement
         placement = with_own_keys(own, workdir)
-    return file.read_text().strip(), placement
+    return address, placement
 
 
 def read_status(target: str, placement: Placement) -> dict[str, Any]:

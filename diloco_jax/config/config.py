@@ -40,7 +40,7 @@ from diloco_jax.core.families import (
     OUTER_OPTIMIZERS,
     WEIGHTINGS,
 )
-from diloco_jax.core.members import MAIN, Family, importable
+from diloco_jax.core.members import MAIN, Family, importable, refresh
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import is_bucket
@@ -85,7 +85,10 @@ def check_members(run: RunConfig) -> None:
             check_member(field, family, name)
             continue
         outside.append((field, name))
-    if outside and (wrong := _try(tuple(outside), os.getcwd())):
+    for factory in (run.model.factory, run.data.factory):
+        refresh(factory)
+    stamps = tuple(refresh(name) for _, name in outside)
+    if outside and (wrong := _try(tuple(outside), os.getcwd(), stamps)):
         raise ConfigError(wrong)
 
 
@@ -111,10 +114,11 @@ def check_member(field: str, family: Family[Any], name: str) -> None:
 
 
 @functools.cache
-def _try(named: Named, folder: str) -> str:
+def _try(named: Named, folder: str, stamps: tuple[object, ...]) -> str:
     """Try these members; return the message about the first that fails, or "".
 
-    folder: the folder that relative paths start from."""
+    folder: the folder that relative paths start from. stamps: what changes with their
+    files, which are tried again then."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", TRIAL, json.dumps(named)],

@@ -43,7 +43,9 @@ def init_command(arguments: Sequence[str]) -> int:
         "diloco init",
         f"Write a commented config to start from. Configs with a name: {known}",
     )
-    file = options.file if options.file.suffix else options.file.with_suffix(".py")
+    file = options.file
+    if file.name.strip(".") and not file.suffix:
+        file = file.with_suffix(".py")
     if file.suffix != ".py":
         raise ConfigError(f"{str(file)!r} is no .py file; give one, as in my_run.py")
     source = render(

@@ -104,6 +104,28 @@ def load(reference: str) -> Any:
     return getattr(module, name)
 
 
+_stamps: dict[Path, tuple[int, int]] = {}
+"""Time and length of files that were looked at."""
+
+
+def refresh(reference: str) -> tuple[int, int] | None:
+    """Have a file that has changed since be executed again, as in a notebook; what it
+    imports is not. Return its time and length; None if there is no file.
+
+    No more than a config's validation calls this: a run keeps what it began with."""
+    path = Path(os.path.expanduser(reference.rpartition(":")[0])).absolute()
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    stamp = found.st_mtime_ns, found.st_size
+    if _stamps.setdefault(path, stamp) != stamp:
+        _stamps[path] = stamp
+        _execute.cache_clear()
+        _find.cache_clear()
+    return stamp
+
+
 def said(error: Exception) -> str:
     """Describe an exception in one line."""
     lines = str(error).splitlines()

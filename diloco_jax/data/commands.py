@@ -20,7 +20,7 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.config.options import parse
-from diloco_jax.errors import EXIT_DONE, ConfigError
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from diloco_jax.files import absolute, is_bucket
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def manifest_command(arguments: Sequence[str]) -> int:
     from diloco_jax.data.documents import SourceKind, find_documents
     from diloco_jax.data.prepared import is_prepared, read_manifest
 
-    small, prepared = 0, collections.Counter[Path]()
+    small = unwritten = 0
+    prepared = collections.Counter[Path]()
     for _, file, kind in find_documents((str(options.path),)):
         if is_prepared(file.parent):
             prepared[file.parent] += 1
@@ -194,6 +195,7 @@ def manifest_command(arguments: Sequence[str]) -> int:
         if found is not None and found.size == file.stat().st_size:
             continue
         made = manifest.make(file, kind)
+        unwritten += not manifest.manifest_path(file).exists()
         print(
             f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "
             f"{made.digest.hex()[:16]}",
@@ -211,4 +213,4 @@ def manifest_command(arguments: Sequence[str]) -> int:
         print(
             f"{count:,} files in prepared folders have theirs already", file=sys.stderr
         )
-    return 0
+    return EXIT_FAILED if unwritten else EXIT_DONE

@@ -144,6 +144,14 @@ def prepare(
         sources=tuple(sources),
         pictures=pictures,
     )
+    if scratch.is_dir() and not _begun(scratch):
+        own = ("parts", LOCK)
+        for path in scratch.iterdir():
+            if path.name not in own and not path.name.startswith(PLAN):
+                raise ConfigError(
+                    f"OUT: {scratch}, where the work lies until it is done, has other "
+                    f"files ({path.name}); give another OUT, or move them"
+                )
     try:
         (scratch / "parts").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -160,7 +160,7 @@ def run(
     link = options.link_gbit_per_s
     try:
         judge = Comparison(records, config, plan, assumed, link, struck, origin)
-    except TapeError as error:
+    except (TapeError, ConfigError) as error:
         say(console, f"What is left: {left}")
         raise ConfigError(f"--records {records}: {error}") from error
     rows, kept = judge.findings(), judge.measurements()
@@ -196,13 +196,14 @@ def _tell(
     tail = f"What is left: {left}"
     measured = f"`diloco plan {path} --measured {workdir / REHEARSED}`"
     parts = (f"# Rehearsal of {path}", head, as_markdown(rows), measured, tail)
-    write_text("\n\n".join(parts) + "\n", workdir / PAGE)
-    write_json(msgspec.to_builtins(kept), workdir / REHEARSED)
     say(console, head)
     for row in rows:
         follows = "" if row.follows == "nothing" else f": {row.follows}"
         say(console, f"{row}: assumed {row.assumed}, measured {row.measured}{follows}")
-    for text in (f"plan with it: {measured}", tail, f"page: {workdir / PAGE}"):
+    say(console, tail)  # Before a full disk ends this.
+    write_text("\n\n".join(parts) + "\n", workdir / PAGE)
+    write_json(msgspec.to_builtins(kept), workdir / REHEARSED)
+    for text in (f"plan with it: {measured}", f"page: {workdir / PAGE}"):
         say(console, text)
 
 
@@ -469,8 +470,9 @@ class Launched:
             logger.warning(
                 "not all of it was deleted: what the cloud is still at, such as a "
                 "creation that was broken off, is awaited; the next attempt is in %g "
-                "s, or at once by Ctrl-C",
+                "s. A second Ctrl-C leaves it all: then %s",
                 pause_s,
+                self._deletes(),
             )
             with contextlib.suppress(KeyboardInterrupt):  # The next one comes at once.
                 time.sleep(pause_s)

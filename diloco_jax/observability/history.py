@@ -397,7 +397,7 @@ def read_history(workdir: str | Path) -> History:
       TapeError: the tape was altered, or is damaged.
     """
     workdir = Path(workdir)
-    if (tables := workdir / "history").is_dir():
+    if (tables := workdir / run_files.HISTORY).is_dir():
         return _written(tables)
     if not (workdir / run_files.TAPE).exists():
         raise ConfigError(

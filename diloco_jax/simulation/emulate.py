@@ -395,7 +395,7 @@ class Emulation:
 
     def write(self, workdir: Path) -> None:
         """Write `history/*.csv` and `summary.json`."""
-        self.history.write(workdir / "history")
+        self.history.write(workdir / run_files.HISTORY)
         write_json(self.summary, workdir / run_files.SUMMARY)
 
 
@@ -507,15 +507,19 @@ def run(
             config = begun.create()
         try:
             since = replayed()
-            dashboard = whole.enter_context(Dashboard(console))
-            if note := inner_note(config.run):
-                console.print(note, highlight=False, soft_wrap=True)
-            result = emulate(
-                config,
-                options=options,
-                show=lambda status: dashboard.show(status, time.monotonic()),
-                since=since,
-            )
+            with Dashboard(console) as dashboard:
+                if note := inner_note(config.run):
+                    console.print(note, highlight=False, soft_wrap=True)
+                result = emulate(
+                    config,
+                    options=options,
+                    show=lambda status: dashboard.show(status, time.monotonic()),
+                    since=since,
+                )
+            report = closing_report(result.summary)
+            console.print(f"\n{report}", highlight=False, soft_wrap=True)
+            if begun is not None:
+                result.write(begun.workdir)
         except BaseException:
             # This covers an interruption: nothing is kept, and the next run may have
             # the folder.
@@ -525,10 +529,6 @@ def run(
                 text = f"nothing is kept: {begun.workdir} is as it was before"
                 console.print(text, highlight=False, soft_wrap=True)
             raise
-        if begun is not None:
-            result.write(begun.workdir)
-    report = closing_report(result.summary)
-    console.print(f"\n{report}", highlight=False, soft_wrap=True)
     return result.summary
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.resolving import resolve
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.history import Over, plot_losses
 from diloco_jax.observability.terminal import bar
 from diloco_jax.simulation.emulate import Emulation, check, emulate
@@ -150,6 +152,8 @@ def sweep(
             configs[label] = config.replace(fields)
             for seed in seeds:
                 check(configs[label].replace("seed", seed), options)
+            resolved = resolve(configs[label]).run
+            build_plan(resolved, build(resolved))
         except ConfigError as error:
             raise ConfigError(f"setting {label!r}: {error}") from error
     runs: dict[str, list[Emulation]] = {label: [] for label in configs}
@@ -157,7 +161,11 @@ def sweep(
         for done, seed in enumerate(seeds):
             for number, (label, one) in enumerate(configs.items()):
                 show((done * len(configs) + number) / (len(seeds) * len(configs)))
-                runs[label].append(emulate(one.replace("seed", seed), options=options))
+                try:
+                    run = emulate(one.replace("seed", seed), options=options)
+                except ConfigError as error:
+                    raise ConfigError(f"setting {label!r}: {error}") from error
+                runs[label].append(run)
     return Sweep(seeds=seeds, runs={label: tuple(own) for label, own in runs.items()})
 
 

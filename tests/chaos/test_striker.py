@@ -117,6 +117,12 @@ def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkey
     assert said[-1] == "coordinator@0s:full0.3 is over"
 
 
+def test_what_a_killed_one_took_of_the_disk_is_given_back(tmp_path, children):
+    (tmp_path / strike.BALLAST).touch()
+    begin(tmp_path, "a@0s:kill")[0].close()
+    assert not (tmp_path / strike.BALLAST).exists()
+
+
 def test_a_large_disk_is_never_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(strike, "LARGEST_BYTES", 0)
     assert not strike.fill(tmp_path)

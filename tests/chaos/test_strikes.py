@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from diloco_jax import run_files
+from diloco_jax.chaos import command
 from diloco_jax.chaos.command import (
     strike_running,
     twin_of,
@@ -153,6 +154,19 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
     struck = with_faults(config(), ("a@9:kill",))
     twin = twin_of(struck, tmp_path / "run").placement
     assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
+
+
+def test_the_twin_s_folder_is_looked_at_before_the_run(tmp_path, monkeypatch):
+    """An hour of strikes went by before that was refused."""
+    monkeypatch.setattr(command, "run_locally", pytest.fail)
+    (tmp_path / "run-twin").mkdir()
+    (tmp_path / "run-twin" / run_files.TAPE).touch()
+    ours = config().replace("workdir", str(tmp_path / "run"))
+    options = ChaosOptions(strikes=("a@0s:kill",), twin=True)
+    with pytest.raises(
+        ConfigError, match=r"--twin: .*run-twin, where .* a run already"
+    ):
+        command.run(ours, "mine.py", Console(), options)
 
 
 # ---- a run that goes on already -----------------------------------------------------

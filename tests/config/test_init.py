@@ -51,6 +51,8 @@ def test_it_begins_like_another_config_and_leaves_files_alone(tmp_path, capsys):
     assert cli.main(["init", str(file)]) == 2
     assert "give another name" in capsys.readouterr().err
     assert file.read_text() == before
+    assert cli.main(["init", "."]) == cli.main(["init", ".."]) == 2
+    assert "'..' is no .py file" in capsys.readouterr().err
 
 
 def test_a_file_of_that_name_goes_before_the_package_and_names_are_told(

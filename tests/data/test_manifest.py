@@ -14,6 +14,7 @@ from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_checked_corpus, load_corpus
 from diloco_jax.data.documents import SourceKind
 from diloco_jax.data.manifest import read_file
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.observability import terminal
 
 LARGE, BYTES = 1000, 256
@@ -93,6 +94,7 @@ def test_a_folder_that_takes_no_files_costs_a_reading_and_a_warning(
     assert not manifest.manifest_path(path).exists()
     assert read_file(path, SourceKind.TOKENS, samples=1).largest == 99
     assert len(reads) == 20
+    assert manifest_command([str(path)]) == EXIT_FAILED
 
 
 def test_manifests_are_no_documents(path):

@@ -27,8 +27,8 @@ import yaml
 from runtime_support import client, make_config, placed, with_run
 
 from diloco_jax import LocalCluster, cli, run_files
-from diloco_jax.cluster.cluster import LocalClusterError, free_port
-from diloco_jax.config import Config, IslandConfig
+from diloco_jax.cluster.cluster import LocalClusterError, LocalProcess, free_port
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.placement import Deadlines
 from diloco_jax.coordinator.summary import Exporter
 from diloco_jax.observability.exported import Readings, Snapshot
@@ -56,6 +56,30 @@ def test_a_run_that_gathers_anchors_is_ended_too(monkeypatch):
         status = {"phase": "gathering", "islands": offering}
         monkeypatch.setattr(cluster, "status", lambda: status)
     assert cluster.ended
+
+
+def test_a_folder_that_has_a_run_stays_as_it_is(tmp_path):
+    """One that is a run's workdir, and one in which a cluster had one."""
+    config = Config(islands={"a": IslandConfig()})
+    for file in (tmp_path / run_files.TAPE, tmp_path / "run" / run_files.CONFIG):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        cluster = LocalCluster(config, tmp_path)
+        with pytest.raises(ConfigError, match=f"holds a run already .{file}"):
+            cluster.start()
+        assert not cluster.log.exists()
+        file.unlink()
+
+
+def test_a_process_that_is_gone_gets_no_signal(tmp_path):
+    """Its number may be another process's now."""
+    process = LocalProcess("a", tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (tmp_path / run_files.PROCESSES).write_text(json.dumps({"a": [other.pid]}))
+        with pytest.raises(LocalClusterError, match="a has no process for host 0"):
+            process.kill()
+        assert other.poll() is None
+        other.kill()
 
 
 def is_alive(pid: int) -> bool:

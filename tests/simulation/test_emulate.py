@@ -4,6 +4,7 @@ tables that are weighed by use, and the command."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -16,9 +17,10 @@ from config_support import load_config
 from emulate_support import CYCLES, check_books, make_config, with_placement
 from interruption import until_it_is_raised
 from oracle_support import expected_history
+from rich.console import Console
 from tiny import SEQUENCE_LENGTH
 
-from diloco_jax import Config, EmulationOptions, cli, emulate, sweep
+from diloco_jax import Config, Emulation, EmulationOptions, cli, emulate, sweep
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.data.loading import Data
 from diloco_jax.data.reader import BatchReader
@@ -29,6 +31,7 @@ from diloco_jax.simulation import laboratory
 from diloco_jax.simulation.bodies import Diary, TrainedBody
 from diloco_jax.simulation.clock import LineSpeed
 from diloco_jax.simulation.coordinator import World
+from diloco_jax.simulation.emulate import run
 from diloco_jax.weights.first import first_pieces
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -303,6 +306,22 @@ def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, 
         signal.signal(signal.SIGHUP, before)
     assert not workdir.exists()
     assert f"nothing is kept: {workdir} is as it was" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_told(text, tmp_path, monkeypatch, capsys):
+    """Hours were lost with it, and the folder was left."""
+    workdir = tmp_path / "run"
+
+    def full(emulation: Emulation, folder: Path) -> None:
+        (folder / "history").mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Emulation, "write", full)
+    config = make_config(text).replace("workdir", str(workdir))
+    with pytest.raises(OSError, match="No space left"):
+        run(config, "mine.py", Console(), EmulationOptions())
+    assert "goodput 1.000, uptime" in capsys.readouterr().out
+    assert not workdir.exists()
 
 
 LIVES = "diloco_jax.simulation.emulate.LIVES_IN_VAIN"

@@ -126,6 +126,11 @@ def test_what_cannot_be_drawn_says_why(found):
     [
         ({"a": {}, "b": {"sync.quorum": 3}}, [0], "setting 'b': sync.quorum = 3"),
         ({"a": {"sync.qorum": 3}}, [0], "setting 'a': no field 'sync.qorum'.*did you"),
+        (
+            {"a": {}, "b": {"sync.fragments": 10_000}},
+            [0],
+            "setting 'b': sync.fragments = 10000",
+        ),
         ({"a": {}}, [4, 4], "one comes twice"),
         ({}, [0], "settings has 0 entries"),
         ({"a": {}}, [], "seeds has 0"),
@@ -138,7 +143,10 @@ def test_what_cannot_be_drawn_says_why(found):
         ({"a": ["sync.quorum"]}, [0], r"settings = {'a': .*as in {'K = 2': {}, 'K"),
     ],
 )
-def test_a_wrong_sweep_is_refused_before_any_run(text, settings, seeds, message):
+def test_a_wrong_sweep_is_refused_before_any_run(
+    text, settings, seeds, message, monkeypatch
+):
+    monkeypatch.setattr("diloco_jax.simulation.sweep.emulate", pytest.fail)
     with pytest.raises(ConfigError, match=message):
         sweep(make_config(text), settings, seeds=seeds)
 
