@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -324,7 +324,7 @@ class FragmentMerge:
         """Layout of an encoded publish."""
         return PayloadLayout.of(self.down, self.pieces)
 
-    def begin(self, values: Sequence[ArrayLike]) -> FragmentState:
+    def begin(self, values: Iterable[ArrayLike]) -> FragmentState:
         """Return the first state: Theta = A = the pieces' values, f32[shape] each."""
         theta = tuple(
             np.array(p.grid.to_tiles(np.asarray(v)), np.float32, order="C")

@@ -111,6 +111,9 @@ class Model(NamedTuple):
     uses: Mapping[str, Use] = MappingProxyType({})
     """Tensors that only some tokens touch, by path, joined with "/". The use of a row
     is its weight in a merge, where `sync.weights_by_use` says so."""
+    draw: Callable[[jax.Array], Params] | None = None
+    """As `init`, bit for bit, for `core.fragments.get_piece`: of large parameters no
+    more than a layer is drawn at a time. None: `init` draws all at once."""
 
     def fields(self, arrays: Collection[str]) -> dict[str, Field]:
         """Return the arrays of a training batch by name. arrays: names of those that

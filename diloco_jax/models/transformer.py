@@ -6,7 +6,8 @@ stacked on a leading axis (`layers.py`). The config's switches make the families
 
 First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
 size of its result while it draws, which would be the coordinator's peak of memory at
-full size.
+full size. A block depends on its number alone, so the coordinator and its workers draw
+a layer of a tensor at a time, each of what it has, on all cores.
 
 The loss is the cross entropy of the next token, without all logits at once. With 256 k
 words the logits of a batch take more memory than the model. They are computed one chunk
@@ -26,7 +27,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -82,24 +84,27 @@ def normal(key: jax.Array, count: int) -> jax.Array:
     This needs a generator whose bits depend on key and index alone: threefry with
     `jax_threefry_partitionable`. With any other, `jax.random.normal` draws the values.
     """
-    partitionable: bool = getattr(jax.config, "jax_threefry_partitionable", False)
-    if (
-        count <= NOISE_BLOCK
-        or not partitionable
-        or str(jax.random.key_impl(key)) != "threefry2x32"
-    ):
+    if not _in_blocks(key, count):
         return jax.random.normal(key, (count,), jnp.float32)
-    first, second = jax.random.key_data(key)
-
-    def block(index: jax.Array) -> jax.Array:
-        one, other = threefry2x32_p.bind(  # type: ignore[no-untyped-call]
-            first, second, *counters(index)
-        )
-        return _normal_of(one ^ other)
-
+    block = functools.partial(_block, *jax.random.key_data(key))
     blocks = jax.lax.map(block, jnp.arange(-(-count // NOISE_BLOCK), dtype=jnp.uint32))
     values: jax.Array = blocks.reshape(-1)[:count]
     return values
+
+
+def _in_blocks(key: jax.Array, count: int) -> bool:
+    """Tell whether so many values are several blocks, each a function of its number."""
+    partitionable: bool = getattr(jax.config, "jax_threefry_partitionable", False)
+    threefry = str(jax.random.key_impl(key)) == "threefry2x32"
+    return count > NOISE_BLOCK and partitionable and threefry
+
+
+def _block(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
+    """Return a block's values, f32[NOISE_BLOCK]. first, second: data of the key."""
+    one, other = threefry2x32_p.bind(  # type: ignore[no-untyped-call]
+        first, second, *counters(index)
+    )
+    return _normal_of(one ^ other)
 
 
 def counters(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -404,6 +409,7 @@ def build(
         Frozen(shapes, axes_of(rest)) if rest else None,
         takes,
         {path: use for path, use in uses.items() if path.split("/")[0] in own},
+        functools.partial(_draw, own),
     )
 
 
@@ -472,6 +478,62 @@ def _init(tensors: dict[str, Any], key: jax.Array) -> Params:
     ]
     params: Params = jax.tree.unflatten(structure, values)
     return params
+
+
+class _Layers(Sequence[np.ndarray]):
+    """The layers of a tensor, each drawn where it is asked for."""
+
+    def __init__(self, count: int, draw: Callable[[int], np.ndarray]) -> None:
+        self._count, self._draw = count, draw
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, layer: Any) -> Any:
+        if not 0 <= layer < self._count:
+            raise IndexError(f"there is no layer {layer}, but {self._count}")
+        return self._draw(layer)
+
+
+def _draw(tensors: dict[str, Any], key: jax.Array) -> Params:
+    """Return what `_init` does, bit for bit, for `core.fragments.get_piece`: where it
+    takes several blocks, stacked tensors as `_Layers`. Any thread may ask them."""
+    leaves, structure = jax.tree.flatten(tensors, is_leaf=is_tensor)
+    sizes = [math.prod(t.shape) if t.std else 0 for t in leaves]
+    if not _in_blocks(key, sum(sizes)):
+        params: Params = jax.jit(functools.partial(_init, tensors))(key)
+        return params
+    block = jax.jit(functools.partial(_block, *jax.random.key_data(key)))
+
+    def values(
+        tensor: Tensor, start: int, shape: Sequence[int], each: Callable[..., Any] = map
+    ) -> np.ndarray:
+        """Return part of a tensor, whose noise begins at that number. each: `map`."""
+        if not tensor.std:
+            return np.full(shape, tensor.start, np.float32)
+        first, stop = start // NOISE_BLOCK, start + math.prod(shape)
+        numbers = range(first, -(-stop // NOISE_BLOCK))
+        noise = np.empty((len(numbers), NOISE_BLOCK), np.float32)
+
+        def fill(number: int) -> None:
+            noise[number - first] = block(np.uint32(number))
+
+        list(each(fill, numbers))
+        skipped = first * NOISE_BLOCK
+        own = noise.reshape(-1)[start - skipped : stop - skipped].reshape(shape)
+        return np.multiply(own, np.float32(tensor.std), out=own)
+
+    def parts(tensor: Tensor, start: int) -> Any:
+        if tensor.axes[0] != LAYERS:
+            with ThreadPoolExecutor() as pool:
+                return values(tensor, start, tensor.shape, pool.map)
+        count, *shape = tensor.shape
+        size = math.prod(shape) if tensor.std else 0
+        return _Layers(count, lambda layer: values(tensor, start + layer * size, shape))
+
+    starts = itertools.accumulate(sizes, initial=0)
+    drawn: Params = jax.tree.unflatten(structure, list(map(parts, leaves, starts)))
+    return drawn
 
 
 def _tensors(config: ModelConfig) -> dict[str, Any]:

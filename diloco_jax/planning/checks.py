@@ -74,6 +74,9 @@ class Needs:
     coordinator: CoordinatorPlan
     outage: OutagePlan
     networks: dict[str, IslandNetwork]
+    together_seconds: float
+    """Seconds in which all islands join at once: of the slowest link, or of what the
+    machine that serves most sends."""
 
 
 def needs_of(terms: Terms) -> Needs:
@@ -89,6 +92,9 @@ def needs_of(terms: Terms) -> Needs:
         window = max(1, sync.overlap) * own_seconds / 2
         return Rates(mean=mean, peak=max(mean, _gbit(max(sizes)) / window))
 
+    join, count = _gbit(4 * plan.total), len(terms.step_seconds)
+    egress = terms.machine.egress_gbit_per_s or math.inf
+    slowest = max(1 / terms.link_down, count * coordinator.share_served / egress)
     return Needs(
         coordinator=coordinator,
         outage=plan_outage(terms, coordinator),
@@ -96,13 +102,14 @@ def needs_of(terms: Terms) -> Needs:
             name: IslandNetwork(
                 up=rates_of(up, seconds),
                 down=rates_of(down, seconds),
-                join_seconds=_gbit(4 * plan.total) / terms.link_down,
+                join_seconds=join / terms.link_down,
                 kept_bytes=(name in regions)
                 * KEPT
                 * -(-max(down) // terms.hosts[name]),
             )
             for name, seconds in terms.step_seconds.items()
         },
+        together_seconds=join * slowest,
     )
 
 
@@ -339,15 +346,16 @@ def _egress(terms: Terms, needs: Needs) -> Check:
 
 def _join(terms: Terms, needs: Needs) -> Check:
     placement, octets = terms.placement, 4 * terms.fragments.total
-    needed = max(network.join_seconds for network in needs.networks.values())
+    needed, count = needs.together_seconds, len(needs.networks)
     has, pin_s = placement.deadlines.join_s(octets), placement.deadlines.pin_s
     budget = math.ceil(placement.time_budget_s * (1 + (needed - has) / pin_s))
     return Check(
         "join",
         needed,
         has,
-        f"a join of {octets / GB:.0f} GB takes {needed:.0f} s on a link of "
-        f"{terms.link_down:g} Gbit/s, and hosts wait for it for {has:.0f} s "
+        f"a join of {octets / GB:.0f} GB takes {needed:.0f} s as {count} islands "
+        f"begin, by links of {terms.link_down:g} Gbit/s and by what the coordinator "
+        f"sends, and hosts wait for it for {has:.0f} s "
         f"(placement.time_budget_s = {placement.time_budget_s:g})",
         [{"placement.time_budget_s": float(budget)}],
     )

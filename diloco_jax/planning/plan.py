@@ -115,20 +115,22 @@ class FirstStart:
     """Seconds until a new run makes its first step, by what takes them."""
 
     draw_seconds: float
-    """Of one core that draws the parameters, or the most that a worker has; 0 where
-    they are not drawn."""
+    """Of all cores that draw the parameters, or the most that a worker has; of one core
+    if the model is of the user's own; 0 where they are not drawn."""
     write_seconds: float
     """Of the disk, which has every fragment's first snapshot before islands come."""
     fetch_seconds: float
-    """Of an island's link, which carries the anchors once."""
+    """Of the slowest link, which carries the anchors once, or of what the coordinator
+    sends, which all islands fetch together."""
     compile_seconds: float | None
     """Of the slowest island's host; None if nobody measured it."""
 
     @property
     def seconds(self) -> float:
-        """Their sum; without the compilation if nobody measured it."""
-        known = (self.draw_seconds, self.write_seconds, self.fetch_seconds)
-        return sum(known) + (self.compile_seconds or 0.0)
+        """Until the first step: islands compile while they fetch. Without the
+        compilation if nobody measured it."""
+        before = self.draw_seconds + self.write_seconds
+        return before + max(self.fetch_seconds, self.compile_seconds or 0.0)
 
     @property
     def line(self) -> str:
@@ -137,9 +139,9 @@ class FirstStart:
         if self.compile_seconds is not None:
             compiling = f"compile for {self.compile_seconds:.0f}"
         return (
-            f"first start: parameters are drawn in {self.draw_seconds:.0f} s on one "
-            f"core and written in {self.write_seconds:.0f}; islands fetch them in "
-            f"{self.fetch_seconds:.0f} and {compiling}"
+            f"first start: parameters are drawn in {self.draw_seconds:.0f} s and "
+            f"written in {self.write_seconds:.0f}; islands fetch them in "
+            f"{self.fetch_seconds:.0f} and, beside it, {compiling}"
         )
 
 
@@ -347,11 +349,12 @@ def _first_start(
     told, longest = found.compile_seconds, max(here, default=None)
     drawn = not (run.model.weights or terms.config.placement.first_from)
     # Workers draw together, each its own part.
-    of_a_core = terms.rates.draw_core_seconds * needs.coordinator.share_served
+    core_seconds = terms.rates.draw_core_seconds * total / 1e9
+    share = needs.coordinator.share_served / terms.machine.cores
     return FirstStart(
-        draw_seconds=drawn * of_a_core * total / 1e9,
+        draw_seconds=drawn * core_seconds * (1.0 if run.model.factory else share),
         write_seconds=terms.sizes.state / terms.disk_bytes_per_s,
-        fetch_seconds=max(link.join_seconds for link in needs.networks.values()),
+        fetch_seconds=needs.together_seconds,
         compile_seconds=told.value if told else longest,
     )
 

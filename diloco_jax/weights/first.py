@@ -133,15 +133,17 @@ def first_params(run: RunConfig, model: Model) -> Params:
 def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> Params:
     """Return the first parameters for `core.fragments.get_piece`.
 
-    Those of a folder are views of its mapped files in the dtype that they have there,
-    and a stacked parameter is a list of its layers: nothing is read before it is
-    needed. Those of a run lie in a nameless file in `scratch`, or in memory. What is in
-    a bucket is copied into `scratch` first.
+    Those that are drawn are as `Model.draw` says. Those of a folder are views of its
+    mapped files in the dtype that they have there, and a stacked parameter is a list of
+    its layers: nothing is read before it is needed. Those of a run lie in a nameless
+    file in `scratch`, or in memory. What is in a bucket is copied into `scratch` first.
 
     Raises ConfigError, naming the tensor, if the files are not those of the model.
     """
     if not run.model.weights or run.model.lora_rank:
-        return first_params(run, model)
+        draw = model.draw or jax.jit(model.init)
+        drawn: Params = draw(jax.random.key(run.seed))
+        return drawn
     trained = run.model.train
     if trained:
         run = dataclasses.replace(run, model=_all_trained(run.model))

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.config import ConfigError, ModelConfig, RunConfig
 from diloco_jax.config.config import LANES
+from diloco_jax.core.fragments import get_piece
 from diloco_jax.models import transformer
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.layers import ATTENTION
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
@@ -256,6 +258,23 @@ def test_the_values_are_those_of_jax(monkeypatch, count, generator):
     drawn = jax.jit(transformer.normal, static_argnums=1)(key, count)
     alike = jax.jit(lambda key: jax.random.normal(key, (count,)))(key)
     np.testing.assert_array_equal(drawn, alike)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_layer_that_is_drawn_alone_has_the_same_values(monkeypatch, tied):
+    """A worker draws no more than it has."""
+    config = dataclasses.replace(preset("tiny"), tied_embeddings=tied)
+    run, key = RunConfig(model=config), jax.random.key(3)
+    made = build(run)
+    at_once = jax.jit(made.init)(key)
+    assert jax.tree.leaves(at_once)[0].size < transformer.NOISE_BLOCK
+    monkeypatch.setattr(transformer, "NOISE_BLOCK", 1 << 10)
+    drawn = made.draw(key)
+    assert not isinstance(drawn["layers"]["mlp"]["up"], jax.Array)
+    for piece in build_plan(run, made).pieces:
+        np.testing.assert_array_equal(
+            get_piece(drawn, piece), get_piece(at_once, piece)
+        )
 
 
 def test_values_beyond_the_reach_of_32_bits_have_indices_of_their_own():

@@ -4,6 +4,8 @@ Nothing here asks the package for a formula, a rate or a size: shapes, chips, co
 machines are written down again, so a term that a plan forgets or counts twice shows.
 """
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -29,13 +31,13 @@ CHIPS = {
 BYTES = {"int8": 1 + 2 / 256, "int4": 0.5 + 2 / 32}
 """Of a parameter: its integer, and its share of a scale of two bytes."""
 MACHINES = {
-    "n2-standard-2": (2, 240),
-    "n2-standard-8": (8, 800),
-    "n2-highmem-16": (16, 1200),
-    "n2-highmem-48": (48, 1200),
-    "m3-ultramem-128": (128, 1200),
+    "n2-standard-2": (2, 240, 10),
+    "n2-standard-8": (8, 800, 16),
+    "n2-highmem-16": (16, 1200, 32),
+    "n2-highmem-48": (48, 1200, 32),
+    "m3-ultramem-128": (128, 1200, math.inf),
 }
-"""Cores, and MiB/s of its disk at most."""
+"""Cores, MiB/s of its disk at most, and Gbit/s that it sends."""
 LINK = 5.0
 PLANNED = {
     "four_regions": True,
@@ -112,6 +114,22 @@ def test_speeds_and_links(case):
         )
 
 
+def test_a_first_start(case):
+    """All islands fetch together; drawing takes 22 core seconds per 1e9 parameters."""
+    config, plan, _ = case
+    cores, _, egress = MACHINES[config.launch.coordinator_machine]
+    share = plan.run.coordinator.share_served
+    rate = min(LINK, egress / len(config.islands) / share)
+    first = plan.run.first_start
+    assert first.fetch_seconds == pytest.approx(
+        8e-9 * 4 * plan.run.params / 0.99 / rate, rel=1e-3
+    )
+    drawn = 22e-9 * plan.run.params * share / cores
+    assert first.draw_seconds == pytest.approx(drawn, rel=1e-3)
+    compiled = dataclasses.replace(first, compile_seconds=first.fetch_seconds + 1)
+    assert compiled.seconds == pytest.approx(first.seconds + 1), "beside the fetch"
+
+
 def state_of(config, params):
     """Bytes of parameters, anchors and momentum."""
     return (8 + 4 * (config.run.outer.momentum > 0)) * params
@@ -120,7 +138,7 @@ def state_of(config, params):
 def test_memory(case):
     config, plan, sizes = case
     sync, placement, params = config.run.sync, config.placement, plan.run.params
-    cores, _ = MACHINES[config.launch.coordinator_machine]
+    cores, *_ = MACHINES[config.launch.coordinator_machine]
     islands, workers = len(config.islands), placement.workers
     state = state_of(config, params)
     share = max(sizes) / sum(sizes)
@@ -148,7 +166,7 @@ def share_of_largest_worker(workers, sizes):
 
 
 def disk_rate(config):
-    _, most = MACHINES[config.launch.coordinator_machine]
+    _, most, _ = MACHINES[config.launch.coordinator_machine]
     by_size = 140 + 0.28 * config.launch.coordinator_disk_gb
     return min(by_size, most) * 2**20
 
@@ -186,7 +204,7 @@ def test_restart(case):
     # and of what its cores check and decode; a quarter more is allowed for.
     native = config.placement.merge_route == "native" and codec == "int8"
     decode = publishes * params * (1.1 if native else 5.7)
-    cores, _ = MACHINES[config.launch.coordinator_machine]
+    cores, *_ = MACHINES[config.launch.coordinator_machine]
     share = share_of_largest_worker(config.placement.workers, sizes)
     computed = share * (decode + read * 1.6) / 1e9 / cores
     seconds = 30 + 1.25 * max(share * read / rate, computed)

@@ -27,7 +27,7 @@ import mmap
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -439,14 +439,19 @@ def _until(ended: Callable[[], bool], arrays: list[Any]) -> Iterator[Any]:
 
 
 def load_first(store: Store, params: Params, fragments: Sequence[int]) -> None:
-    """Load the first parameters of these fragments. Those of files are read here, a
-    fragment at a time, which the progress shows."""
-    with bar(Console(stderr=True), "reading the first parameters") as report:
-        for done, fragment in enumerate(fragments, start=1):
-            values = [
-                get_piece(params, piece) for piece in store.plan.fragments[fragment]
-            ]
-            store.load(fragment, store.first(fragment, values), Version())
+    """Load the first parameters of these fragments. Most are drawn or read here, by all
+    cores and a piece at a time, which the progress shows."""
+
+    def load(fragment: int) -> None:
+        pieces = store.plan.fragments[fragment]
+        values = map(functools.partial(get_piece, params), pieces)
+        store.load(fragment, store.first(fragment, values), Version())
+
+    with (
+        bar(Console(stderr=True), "drawing or reading the first parameters") as report,
+        ThreadPoolExecutor() as pool,
+    ):
+        for done, _ in enumerate(pool.map(load, fragments), start=1):
             report(done / len(fragments))
 
 

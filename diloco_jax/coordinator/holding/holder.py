@@ -436,7 +436,6 @@ class StoreHolder(FragmentHolder):
     def _begin(self) -> FragmentsRestored:
         """Make the fragments of a new run; they are durable when this returns."""
         own = self._snapshots.fragments
-        # Of the draw only the copy of these is kept; files are read a piece at a time.
         load_first(self.store, self._first(), own)
         give_memory_back()
         begun = []

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -501,7 +501,7 @@ class Store:
         with self._lock:
             return _as_lists(self._fragments[fragment].state)
 
-    def first(self, fragment: int, values: Sequence[Any]) -> dict[str, list[Any]]:
+    def first(self, fragment: int, values: Iterable[Any]) -> dict[str, list[Any]]:
         """Return `arrays` with which a fragment begins at these values, by piece."""
         return _as_lists(self._merges[fragment].begin(values))
 
