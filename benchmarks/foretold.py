@@ -1,7 +1,7 @@
 """A plan by what a small run measured, and larger runs that it foretells.
 
 Question: two islands train a model of 79 M parameters on this machine, and leave
-`measured.json`. What does `diloco plan --measured` say of 315 M parameters on two
+`measured.json`. What does `diloco plan` foretell with it of 315 M parameters on two
 islands, and of 142 M on four, and what do they do then? The coordinator of each run is
 killed once. Four islands of 315 M take more memory than this machine has.
 

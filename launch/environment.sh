@@ -60,7 +60,7 @@ ensure_environment() {
     echo "Making $VENV with Python $version" >&2
     "$python" -m venv --clear "$VENV"
   fi
-  echo "Installing into $VENV: once, about 0.8 GB" >&2
+  echo "Installing into $VENV: once, about 1 GB" >&2
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
     --editable ".${extra:+[$extra]}"
   echo "$hash" >"$VENV/installed-$extra"

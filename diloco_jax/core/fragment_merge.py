@@ -455,7 +455,17 @@ class FragmentMerge:
         new Theta. unused: that of the merge; these rows' momentum rests again, and so
         does the state of the rule.
         """
-        anchor, advanced, rules = self._new(state.anchor), state.outer, state.rules
+        anchor, rules = self._new(state.anchor), state.rules
+        rests = {
+            index: np.unpackbits(
+                np.frombuffer(bits, np.uint8), count=self.pieces[index].grid.shape[0]
+            ).astype(np.bool_)
+            for index, bits in (unused.items() if self._by_block else ())
+        }
+        momenta = state.outer
+        # What did not move has no part in the length of the delta that is inferred.
+        state = state._replace(outer=self._without(momenta, rests))
+        advanced = momenta
         encoded = self.layout_down.unpack(payload)
         published = [
             e.reshape(len(a), -1) for e, a in zip(encoded, anchor, strict=True)
@@ -471,11 +481,23 @@ class FragmentMerge:
             if not final:
                 change = tuple(map(np.subtract, anchor, state.anchor))
                 advanced, rules = self._advanced(state, change, unused)
-        for index, bits in unused.items() if self._by_block else ():
-            packed, grid = np.frombuffer(bits, np.uint8), self.pieces[index].grid
-            rests = np.unpackbits(packed, count=grid.shape[0]).astype(np.bool_)
-            _keep(rests, grid, state.outer[index], advanced[index])
+        for index, unmoved in rests.items():
+            grid = self.pieces[index].grid
+            _keep(unmoved, grid, momenta[index], advanced[index])
         return FragmentState(anchor, anchor, advanced, rules)
+
+    def _without(self, momenta: Any, rests: Mapping[int, npt.NDArray[np.bool_]]) -> Any:
+        """Return the outer optimizer's state with zeros in these rows of each piece."""
+        found = list(momenta) if rests else momenta
+        for index, rows in rests.items():
+            grid = self.pieces[index].grid
+            own = jax.tree.map(
+                lambda a, of=grid: a.copy() if a.shape == of.in_order else a,
+                momenta[index],
+            )
+            _keep(rows, grid, jax.tree.map(np.zeros_like, own), own)
+            found[index] = own
+        return tuple(found) if rests else found
 
     def _advanced(
         self, state: FragmentState, change: Arrays, unused: Mapping[int, bytes]

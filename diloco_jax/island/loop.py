@@ -361,7 +361,10 @@ class Loop(Stepping):
             metrics = {name: np.asarray(v) for name, v in self._last_metrics.items()}
             adopted, self._adoptions = self._adopted > self._adoptions, self._adopted
             loss, predicted = float(metrics["loss"]), float(metrics["tokens"])
-            self.timing.loss(loss, predicted, adopted=adopted)
+            # A gradient may not be finite where the loss is.
+            told = math.nan if metrics["skipped"] else loss
+            if predicted:  # A row may be all prompt.
+                self.timing.loss(told, predicted, adopted=adopted)
             if metrics["skipped"]:
                 self._tell_skipped(self.timing.skipped())
             elif "by_source" in metrics:

@@ -372,6 +372,13 @@ def _notes(config: Config, spec: LaunchSpec, on: Backend) -> Iterator[str]:
                 f"another image while the run goes on; write its digest, "
                 f"REGISTRY/PATH@sha256:..., which `docker {shows}` has shown"
             )
+    outside = settings.coordinator_address
+    if on == "gke" and outside and all(i.cluster == spec.cluster for i in spec.islands):
+        yield (
+            f"note: launch.coordinator_address = {outside!r} is for islands in other "
+            f"clusters, and all are in the coordinator's, where perhaps nobody knows "
+            f"that name: leave it out (--launch.coordinator-address=)"
+        )
     for island in spec.islands:
         known = island.slice.generation.zones
         if unknown := [zone for zone in island.zones if zone not in known]:

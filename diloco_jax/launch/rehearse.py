@@ -170,7 +170,8 @@ def run(
             dataclasses.replace(row, follows=f"type `{KILL.get(row.cause, line)}`")
             for row in rows
         ]
-    _tell(rows, kept, over, left, path, workdir, console)
+    by = "" if options.on else ", by the speed of these CPUs, not of slices"
+    _tell(rows, kept, over, left, path, workdir, console, by)
     if options.json:
         told = {"findings": list(map(dataclasses.asdict, rows)), "over": over}
         print(json.dumps({**told, "measured": msgspec.to_builtins(kept)}))
@@ -186,15 +187,17 @@ def _tell(
     path: str,
     workdir: Path,
     console: Console,
+    by: str,
 ) -> None:
-    """Write the page and the file for `diloco plan`, and print them for people."""
+    """Write the page and the file for `diloco plan`, and print them for people. by:
+    whose speeds these are, if not those of slices."""
     tried = sum(row.measured != NOT_TRIED for row in rows)
     wrong = sum(row.deviates for row in rows)
     head = f"{tried} of {len(rows)} rows were tried, {wrong} deviate."
     if over:
         head += f"\n\nIt ended early: {over}"
     tail = f"What is left: {left}"
-    measured = f"`diloco plan {path} --measured {workdir / REHEARSED}`"
+    measured = f"`diloco plan {path} --measured {workdir / REHEARSED}`{by}"
     parts = (f"# Rehearsal of {path}", head, as_markdown(rows), measured, tail)
     say(console, head)
     for row in rows:
@@ -262,7 +265,7 @@ def _least(
     first = plan.run.first_start
     restart = plan.run.measured.restart_seconds
     # The first fragments are merged by then; how long the log is, nobody knows.
-    needed_s = first.seconds + (restart.value if restart else PROCESS_S)
+    needed_s = first.seconds + (restart.value if restart else PROCESS_S) + QUIET_S
     minutes, remedies = math.ceil(needed_s / 60), []
     price = ", price unknown"
     if price_per_s is not None:
@@ -274,6 +277,8 @@ def _least(
     if options.max_minutes < needed_s / 60:
         remedies.append(f"--max-minutes {minutes}")
     needs = f"needs at least {minutes} minutes{price}"
+    if first.compile_seconds is None:
+        needs += ", and the compilation, for how long nobody measured"
     if remedies:
         given = f"--max-minutes {options.max_minutes:g}"
         if options.max_price:

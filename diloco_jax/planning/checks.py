@@ -178,8 +178,20 @@ def failing(terms: Terms) -> dict[str, Check]:
 
 
 def notes(terms: Terms) -> list[str]:
-    """Return what does not hold and makes somebody wait, as sentences."""
-    return [check.text for check in _checks(terms) if check.waits and not check.holds]
+    """Return what refuses nothing, as sentences: what makes somebody wait his turn, and
+    slices whose steps are slowed down as emulated ones are."""
+    waits = [c.text for c in _checks(terms) if c.waits and not c.holds]
+    slowed = [
+        f"islands.{name}.step_seconds = {island.step_seconds:g}"
+        for name, island in terms.config.islands.items()
+        if island.topology and island.step_seconds
+    ]
+    if slowed:
+        waits.append(
+            f"{', '.join(slowed)}: steps take at least that, on a slice, too; set 0 "
+            f"for all but an emulation"
+        )
+    return waits
 
 
 def _checks(terms: Terms) -> list[Check]:

@@ -399,7 +399,10 @@ def expected_step(
     found = measured.share_of_peak.get(slice_of(name, island).generation.name)
     share = found.value if found else assumptions.expected_share
     where = f"at {share:.3g} of peak{', measured' if found else ''}"
-    return step_seconds_of(config, name, compiled, share), where
+    seconds = step_seconds_of(config, name, compiled, share)
+    if seconds == island.step_seconds:
+        where = f"islands.{name}.step_seconds"
+    return seconds, where
 
 
 def expected_goodput(

@@ -52,7 +52,11 @@ STAY = (
     *("sync.fragments", "sync.fragment_by", "sync.weights_by_use"),
 )
 """Those of them that say what parameters, moments and deltas consist of."""
-AFRESH = {"sync.merge": "merge", "outer.optimizer": "outer"}
+AFRESH = {
+    "sync.merge": "merge",
+    "outer.optimizer": "outer",
+    "outer.norm_guard": "outer",
+}
 """Those whose state begins afresh if they change, and its name in `Store.arrays`."""
 WHERE = ("in the fork", "in the run")
 
@@ -244,8 +248,17 @@ def _go_on(
         )
     before_jax.set_devices(max(island.devices for island in config.islands.values()))
     from diloco_jax.data.loading import load_data
+    from diloco_jax.models.build import build, build_plan
     from diloco_jax.simulation import emulate
 
+    plan = build_plan(config.run, build(config.run))
+    if plan.digest() != recording.plan_digest:
+        raise ConfigError(
+            f"{'; '.join(changes)}: the plan of fragments has digest "
+            f"{recording.plan_digest} in the run and {plan.digest()} with these, since "
+            f"merge rule and outer optimizer say what may be cut; leave that one out. "
+            f"{_otherwise(workdir)}"
+        )
     if options.skip_merges[1]:
         rows = (*options.skip_rows, *rows_of(whole, *options.skip_merges))
         options = dataclasses.replace(options, skip_rows=rows)
@@ -309,6 +322,8 @@ def point_of(
             fragments = replay.fragments()
             shared = newest.keys() & config.islands.keys()
             kept = {name: replay.state(newest[name]) for name in shared}
+            if not config.run.sync.error_feedback:
+                kept = {n: one._replace(residuals={}) for n, one in kept.items()}
     except ConfigError as error:
         raise RepeatError(str(error)) from error
     ours, theirs = shared_fields(config.run), shared_fields(recording.config.run)

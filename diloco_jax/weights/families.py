@@ -160,6 +160,7 @@ FAMILIES = {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
+            "query_pre_attn_scalar": 256,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
             "sliding_window": 4096,

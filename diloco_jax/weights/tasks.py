@@ -388,7 +388,8 @@ def _row(
     count = len(pictures)
     try:
         tokens = text_model.encode(text, count)
-        before = len(text_model.encode(item.question, count))
+        # Space belongs to the word after it.
+        before = len(text_model.encode(item.question.rstrip(" "), count))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     what = f"{where}: the choice {choice[:40]!r}"

@@ -345,13 +345,21 @@ def test_the_state_of_a_rule_rests_where_nobody_used_the_piece() -> None:
     assert_same(again.rules, made.state.rules)
 
 
+@pytest.mark.parametrize("guard", [0.0, 2.0])
 @pytest.mark.parametrize("route", ["xla", "native"])
-def test_momentum_of_what_nobody_used_rests_in_a_publish_applied_again(route) -> None:
-    (one, _), (two, unused), _ = merged("nesterov", "f32", guard=0.0)
+def test_momentum_of_what_nobody_used_rests_in_a_publish_applied_again(
+    route, guard
+) -> None:
+    """Nor is it a part of the length by which the guard goes."""
+    (one, _), (two, unused), _ = merged("nesterov", "f32", guard=guard)
     passes = compilation.passes_of("native") if route == "native" else None
-    merge = merger(codec="f32", passes=passes, pieces=PIECES, guard=0.0)
+    merge = merger(codec="f32", passes=passes, pieces=PIECES, guard=guard)
     assert sorted(two.unused) == [1, 2]
     again = merge.replay(one.state, two.payload, final=False, unused=two.unused)
+    for exact, found in zip(two.state.outer, again.outer, strict=True):
+        if guard:
+            norms = exact["guard"].mean_norm, found["guard"].mean_norm
+            assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     for piece, rows in ((1, unused), (2, np.ones(48, bool))):
         before, found, exact = (
             momenta(state)[piece] for state in (one.state, again, two.state)

@@ -2,6 +2,7 @@
 follows the run."""
 
 import dataclasses
+import math
 
 import coordinator_says as says
 import jax
@@ -326,6 +327,7 @@ def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
     loop.run()
     measures = network.mailbox.status().measures
     assert (measures.steps, measures.skipped_steps) == (STEPS, 3)
+    assert math.isnan(measures.loss), "whatever the loss of these steps was"
     # Metrics are read one step late, and it ended without a wait.
     assert measures.tokens_predicted == (STEPS - 1) * BATCH * LENGTH
     told = [r.getMessage()[:10] for r in caplog.records if "not finite" in r.message]

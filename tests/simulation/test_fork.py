@@ -11,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 from emulate_support import check_books, make_config, record, with_placement
+from rich.console import Console
 from test_replay import Here
 
 from diloco_jax import EmulationOptions, before_jax, cli, emulate, load_params
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.source import Skipping
 from diloco_jax.observability.history import plot_losses, read_history
@@ -122,7 +124,7 @@ def test_a_fork_before_a_spike_has_none_if_its_rows_are_skipped(
 
 def test_rules_and_islands_may_be_others(parent, tmp_path, capsys):
     options = of_page(2, tmp_path / "child")
-    options += ["--outer.optimizer", "sgd", "--evaluate-every-tokens", "640"]
+    options += ["--outer.norm-guard", "2", "--evaluate-every-tokens", "640"]
     code, summary, said = forked(parent, capsys, *options, at=0)
     assert code == 0, said
     assert "island c: fresh moments" in said
@@ -211,6 +213,24 @@ def test_what_cannot_be_is_refused(parent, options, at, answer, capsys):
     code, _, said = forked(parent, capsys, *options, at=at)
     wanted = answer.format(run=parent[0], tape=parent[0] / "tape.jsonl")
     assert (code, wanted in said) == (2, True), said
+
+
+def test_a_fork_keeps_the_plan_of_fragments(parent, monkeypatch, capsys):
+    """Merge rule and outer optimizer say what may be cut; it was seen after replay."""
+    monkeypatch.setattr(FragmentPlan, "digest", lambda plan: "0123")
+    code, _, said = forked(parent, capsys, "--sync.merge=mean")
+    assert code == 2
+    assert "sync.merge: 'mean' in the fork" in said
+    assert "in the run and 0123 with these, since" in said
+
+
+def test_a_fork_without_error_feedback_has_no_residuals(parent):
+    recording = read_recording(parent[0], until=AT)
+    for feeds in (True, False):
+        config = recording.config.replace("sync.error_feedback", feeds)
+        quiet = Console(quiet=True)
+        point = fork.point_of(recording, config, 0.0, {}, quiet)
+        assert all(bool(one.residuals) == feeds for one in point.islands.values())
 
 
 def test_a_fork_never_writes_into_its_run(parent, tmp_path, capsys):

@@ -6,6 +6,7 @@ import dataclasses
 import io
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -58,6 +59,20 @@ class Here(contextlib.nullcontext):
         return worker.unpack(worker.pack(answer))
 
     send = ask
+
+
+def test_what_nobody_used_rests_in_a_fragment_that_came_back() -> None:
+    """As at the coordinator, whose publishes say it."""
+    said, own = [], object.__new__(replay.Replay)
+    held = {"snapshot": "arrays", "publish": replay.KeptPublish(b"octets", {1: b"rows"})}
+    own._used = SimpleNamespace(take=lambda use: held[use[0]])
+    own._keep = lambda fragment: None
+    own._store = SimpleNamespace(
+        load=lambda *_: None, replay=lambda *_, **how: said.append(how)
+    )
+    back = SimpleNamespace(fragment=0, snapshot=Version(1, 1))
+    own._restore(back, [SimpleNamespace(version=Version(1, 2), final=False)])
+    assert said == [{"final": False, "unused": {1: b"rows"}}]
 
 
 @pytest.fixture(scope="module")

@@ -229,3 +229,10 @@ def test_a_mistral_with_a_window_is_refused(window, folder):
     found = settings(folder, **MISTRAL, **window)
     with pytest.raises(ConfigError, match="sliding_window = 4096"):
         families.read(found, "config.json")
+
+
+def test_a_scale_of_attention_that_is_left_out_is_that_of_transformers():
+    found = {"model_type": "gemma3_text", "head_dim": 128, "hidden_size": 640}
+    found |= {"num_hidden_layers": 2, "intermediate_size": 64}
+    with pytest.raises(ConfigError, match="query_pre_attn_scalar = 256"):
+        families.read(found, "config.json")

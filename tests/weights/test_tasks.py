@@ -220,6 +220,18 @@ def test_a_continuation_is_what_is_added_to_the_prompt(kind, prompt, more, token
     assert text_model.continuation(before, tokens[len(before) :]) == more
 
 
+@pytest.mark.parametrize("kind", ["bytes", "json", "pieces", "spaced"])
+@pytest.mark.parametrize("choice", ["os", "os sys"])
+def test_a_question_may_end_in_a_space(kind, choice, tokenizers):
+    """The space is the first token's of each choice, not the question's last one."""
+    found = []
+    for question in ("import", "import "):
+        item = tasks.Item(question=question, choices=(choice, "x"), answer=0)
+        own = tasks._row(model_of(tokenizers[kind]), item, choice, 99, "here", ())
+        found.append(own)
+    assert found[0] == found[1]
+
+
 def test_half_a_character_is_shown_as_such(tokenizers):
     text_model = model_of(tokenizers["bytes"])
     assert text_model.continuation(list(b"caf\xc3"), list(b"\xa9 x")) == "\ufffd x"

@@ -19,9 +19,9 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -327,7 +327,8 @@ class Replay(contextlib.ExitStack):
     def _commit(self, merge: RecordedMerge, merged: MergeResult) -> None:
         fragment, version = merge.made.fragment, merge.made.version
         self._store.commit(fragment, version, merged)
-        self._used.keep(("publish", fragment, version), merged.payload)
+        made = KeptPublish(merged.payload, merged.unused)
+        self._used.keep(("publish", fragment, version), made)
         for part in merge.made.contributions:
             who = Who(part.island, part.incarnation)
             self._islands[who].merged(fragment, part.tick)
@@ -365,8 +366,10 @@ class Replay(contextlib.ExitStack):
         snapshot = self._used.take(("snapshot", fragment, start))
         self._store.load(fragment, snapshot, start)
         for made in logged:
-            payload = self._used.take(("publish", fragment, made.version))
-            self._store.replay(fragment, made.version, payload, final=made.final)
+            payload, unused = self._used.take(("publish", fragment, made.version))
+            self._store.replay(
+                fragment, made.version, payload, final=made.final, unused=unused
+            )
         self._keep(fragment)  # A later snapshot may be of this very state.
 
 
@@ -407,6 +410,14 @@ Use = tuple[Literal["anchor", "publish", "snapshot"], int, Version]
 """A use of what there is of a version of a fragment."""
 
 
+class KeptPublish(NamedTuple):
+    """What a merge leaves for islands, and for a coordinator that comes back."""
+
+    payload: Buffer
+    unused: Mapping[int, bytes]
+    """As of `MergeResult`."""
+
+
 class UsedVersions:
     """Anchors, encoded publishes and snapshots by version, each kept for its uses on
     the tape.
@@ -439,7 +450,8 @@ class UsedVersions:
         """Return the publishes that lead from one version to another, oldest first; as
         `take`."""
         versions = _between(have, want)
-        return [self.take(("publish", fragment, version)) for version in versions]
+        found = [self.take(("publish", fragment, version)) for version in versions]
+        return [made.payload for made in found]
 
 
 def _uses(recording: Recording) -> Iterator[Use]:
