@@ -481,8 +481,9 @@ class LocalCluster:
                 self._launcher = start_child(command, {}, log, log)
 
     def status(self) -> dict[str, Any]:
-        """Return the status as `diloco status` does. It has only `phase`, "starting",
-        before the coordinator is up, and "unreachable" while it is away."""
+        """Return the status as `diloco status` does. Its `phase` is "starting" before
+        the coordinator is up, and "unreachable" while it is away: it has no islands and
+        merges then."""
         try:
             return read_status(str(self.workdir), self.config.placement)
         except ConfigError:

@@ -95,7 +95,8 @@ class LaunchOptions:
     yes: bool = setting(False, help="Do not ask.")
     unplanned: bool = setting(
         False,
-        help="Create it even if the coordinator's machine is too small by the plan.",
+        help="Create it even if the plan refuses it: a slice's HBM, or the "
+        "coordinator's machine, disk or buffer is too small.",
     )
     disk: bool = setting(
         False, help="With delete: the coordinator's disk too, and with it the run."

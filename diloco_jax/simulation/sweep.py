@@ -123,7 +123,7 @@ def sweep(
         evaluated 20 times a run, and after its last merge.
 
     Raises:
-      ConfigError: naming the setting, field, values and remedy; before any run.
+      ConfigError: naming the setting, field, values and remedy; mostly before any run.
     """
     options = options_of(options)
     if not isinstance(settings, Mapping) or not all(
