@@ -612,8 +612,8 @@ class Placement:
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
         "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
         "v5p-a@40:slow4 (its steps), v5p-a@40:starve0.3 (its batches), "
-        "coordinator@12:kill or worker-1@12:kill (a step is a merge); v5p-a#2@40:... of "
-        "its second incarnation alone, v5p-a/1@40:... of host 1.",
+        "v5p-a/1@40:kill (its host 1), coordinator@12:kill or worker-1@12:kill (a step "
+        "is a merge).",
     )
 
     @property

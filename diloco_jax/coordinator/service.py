@@ -414,11 +414,11 @@ class Service(Handlers):
                 f"incarnation {call.incarnation} of island {call.island!r} is another "
                 f"process than the one that calls; stop this process",
             )
-        if island.status == "gone" and isinstance(call, bulk.FetchRequest):
+        if not steering.is_in(self.lead.config, state, call.island):
             raise Refused(
-                "fenced",
-                f"incarnation {call.incarnation} of island {call.island!r} has ended; "
-                f"stop this process",
+                "removed",
+                f"an operator removed island {call.island!r} from the run; stop this "
+                f"process",
             )
 
     def _let_in(self, hello: messages.Hello, session: Session) -> None:

@@ -19,6 +19,7 @@ from diloco_jax import cli
 from diloco_jax.config import Config
 from diloco_jax.protocol import messages
 from diloco_jax.wire import peers
+from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.tls import TlsFiles
@@ -44,6 +45,20 @@ def comes(
         return "welcome"
 
 
+def fetches(address: str, folder: Path, run_id: str) -> str:
+    """Fetch as the first incarnation of c; return the code of the refusal, or "all"."""
+    tls = TlsFiles.load(folder / "certificates", peers.island("c"))
+    who = {"island": "c", "incarnation": 1, "session": "c1"}
+    what = {"fragment": 0, "want": messages.FIRST_VERSION, "have": None}
+    with client(address, tls=tls) as island:
+        try:
+            request = FetchRequest(run_id=run_id, **who, **what)
+            island.transfers.fetch(request, max_bytes=1 << 30)
+        except Refused as refused:
+            return refused.code
+        return "all"
+
+
 def test_an_operator_admits_and_removes_an_island_of_a_run_that_goes_on(
     text, tmp_path, capsys
 ):
@@ -65,10 +80,13 @@ def test_an_operator_admits_and_removes_an_island_of_a_run_that_goes_on(
         assert call("admit") == 0
         assert "besides those of the config: c" in capsys.readouterr().err
         assert comes(address, tmp_path, config, 1) == "welcome"
+        run_id = service.lead.config.run_id
+        assert fetches(address, tmp_path, run_id) == "all"
         assert call("release") == 0
         assert call("release", "x") == 3
         assert call("admit", "d") == 0
         assert call("admit", "c", "--remove") == 0
+        assert fetches(address, tmp_path, run_id) == "removed"
         assert comes(address, tmp_path, config, 2) == "unknown_island"
     with coordinator(config, run, init=False, killed=True) as service:
         address = service.address

@@ -205,31 +205,6 @@ def test_a_delta_of_somebody_else_is_refused(undisturbed, start, fields, shown):
         assert text in refused.value.message
 
 
-def test_an_island_that_has_left_gets_no_parameters(served):
-    """Nor one that was put out, whose process goes on."""
-    own = hello(served.config, "b", incarnation=9)
-    with client(served.service.address) as island:
-        stream = island.open_control(own)
-        request = bulk.FetchRequest(
-            run_id=stream.welcome.run_id,
-            **{name: getattr(own, name) for name in ("island", "incarnation")},
-            session=own.session,
-            fragment=0,
-            want=FIRST_VERSION,
-            have=None,
-        )
-        assert island.transfers.fetch(request, max_bytes=1 << 30).payload
-        stream.send(messages.Goodbye(reason="failed", text="out of memory"))
-
-        def fetched() -> None:
-            """Fetch until the coordinator has heard it."""
-            for _ in range(100):
-                island.transfers.fetch(request, max_bytes=1 << 30)
-
-        with pytest.raises(Refused, match="incarnation 9 of island 'b' has ended"):
-            fetched()
-
-
 def test_a_delta_of_another_size_is_refused_before_it_is_stored(undisturbed, start):
     wrong = changed(start, length=start.total + 1, total=start.total + 1)
     with (

@@ -64,7 +64,10 @@ class Here(contextlib.nullcontext):
 def test_what_nobody_used_rests_in_a_fragment_that_came_back() -> None:
     """As at the coordinator, whose publishes say it."""
     said, own = [], object.__new__(replay.Replay)
-    held = {"snapshot": "arrays", "publish": replay.KeptPublish(b"octets", {1: b"rows"})}
+    held = {
+        "snapshot": "arrays",
+        "publish": replay.KeptPublish(b"octets", {1: b"rows"}),
+    }
     own._used = SimpleNamespace(take=lambda use: held[use[0]])
     own._keep = lambda fragment: None
     own._store = SimpleNamespace(
