@@ -57,6 +57,16 @@ def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
     made(tmp_path)
 
 
+def test_a_folder_of_somebody_elses_where_the_work_would_lie_stays(tmp_path):
+    mine = tmp_path / "out.partial" / "mine.jsonl"
+    mine.parent.mkdir()
+    mine.touch()
+    write_lines(tmp_path / "in" / "a.jsonl", [{"body": "text"}])
+    with pytest.raises(ConfigError, match=r"out\.partial, .* has other files \(mine"):
+        made(tmp_path)
+    assert mine.exists()
+
+
 def test_an_option_that_fits_no_document_is_refused_before_the_work(
     texts, tmp_path, monkeypatch
 ):
