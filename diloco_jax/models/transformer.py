@@ -524,7 +524,7 @@ def _draw(tensors: dict[str, Any], key: jax.Array) -> Params:
         return np.multiply(own, np.float32(tensor.std), out=own)
 
     def parts(tensor: Tensor, start: int) -> Any:
-        if tensor.axes[0] != LAYERS:
+        if tensor.axes[:1] != (LAYERS,):
             with ThreadPoolExecutor() as pool:
                 return values(tensor, start, tensor.shape, pool.map)
         count, *shape = tensor.shape
