@@ -28,7 +28,7 @@ from diloco_jax.coordinator.holding.holder import FragmentHolder, lost_here
 from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.tiles import digest_all
-from diloco_jax.observability.tape import Tape, not_on_tape, read_tape
+from diloco_jax.observability.tape import Tape, newest_first, not_on_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import members, recovery, steering
 from diloco_jax.protocol.coordinator.search import Aim, FoundTerm
@@ -166,10 +166,16 @@ def aim_of_lost(aim: Aim, state: State, lost: Sequence[int], tape: Tape) -> Aim:
     """Return the aim of a coordinator whose workers have lost these fragments, and
     whose log is whole. aim: that of one that has lost all."""
     digests: dict[int, dict[Version, str]] = {fragment: {} for fragment in lost}
-    for line in read_tape(tape.path):
-        if line.get("kind") == "digested" and line["fragment"] in digests:
-            version = Version(*line["version"])
-            digests[line["fragment"]][version] = line.get("anchor", "")
+    sought = {(f, m.version) for f in lost for m in state.fragments[f].newest}
+    # From the end: islands hold their anchors for minutes; reading weeks takes more.
+    for line in newest_first(tape.path):
+        if not sought:
+            break
+        if line["kind"] in ("digested", "merged"):
+            own = line["fragment"], Version(*line["version"])
+            if own in sought and line["kind"] == "digested":
+                digests[own[0]][own[1]] = line.get("anchor", "")
+            sought.discard(own)  # A digest follows its merge.
     return replace(
         aim,
         lost=tuple(lost),

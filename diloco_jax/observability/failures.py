@@ -106,7 +106,8 @@ class LostTokens(msgspec.Struct, kw_only=True):
     fragment_parameters: tuple[int, ...] = ()
     """Of the run; empty: its tape does not tell, and all fragments count alike."""
     booked: dict[str, dict[str, int]] = {}
-    """By island and reason, times parameters."""
+    """By island and reason what flooring has left over: tokens times parameters, below
+    the sum of the parameters."""
 
     def take(self, line: Mapping[str, Any]) -> int:
         """Return the tokens that are lost with a line of the tape. All of them add up
@@ -119,9 +120,9 @@ class LostTokens(msgspec.Struct, kw_only=True):
         tokens, reason = line["lost_tokens_by_fragment"], line["reason"]
         sizes = self.fragment_parameters or (1,) * len(tokens)
         of_island = self.booked.setdefault(line["island"], {})
-        before = of_island.get(reason, 0)
-        of_island[reason] = before + by_size(sizes, tokens)
-        return of_island[reason] // sum(sizes) - before // sum(sizes)
+        over, total = of_island.get(reason, 0), sum(sizes)
+        found, of_island[reason] = divmod(over + by_size(sizes, tokens), total)
+        return found
 
 
 class KeptFailures(msgspec.Struct, kw_only=True):

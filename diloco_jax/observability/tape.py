@@ -343,7 +343,7 @@ def not_on_tape(
     if not durable:
         return durable
     kinds = {record["kind"] for record in durable}
-    for line in _newest_first(Path(path)):
+    for line in newest_first(Path(path)):
         if line["kind"] in kinds:
             del line["prev"], line["time"]
             found = durable.index(line) + 1 if line in durable else 0
@@ -356,7 +356,7 @@ def lines_after(path: Path, since: float) -> list[dict[str, Any]]:
     one that cannot be read, and none if there is no file."""
     found = []
     with contextlib.suppress(FileNotFoundError, ValueError):
-        for line in _newest_first(path):
+        for line in newest_first(path):
             if line["time"] <= since:
                 break
             found.append(line)
@@ -366,7 +366,7 @@ def lines_after(path: Path, since: float) -> list[dict[str, Any]]:
 def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
     """Return the last complete line of that kind, unchecked; raise ValueError if there
     is none."""
-    for line in _newest_first(Path(path)):
+    for line in newest_first(Path(path)):
         if line["kind"] == kind:
             return line
     raise ValueError(f"{path} has no record {kind!r}")
@@ -376,7 +376,7 @@ def tells_of_the_end(path: Path) -> bool:
     """Tell if the tape records the end of the run; later lines only say which islands
     left.
     """
-    newest = itertools.islice(_newest_first(path), LAST_LINES)
+    newest = itertools.islice(newest_first(path), LAST_LINES)
     try:
         kinds = (line["kind"] for line in newest)
         # A run that was extended is over once more, or not yet.
@@ -407,7 +407,7 @@ def _whole_lines(path: Path, report: Report) -> Iterator[bytes]:
             yield line
 
 
-def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+def newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all complete lines from the last one back, unchecked."""
     for file in segments(path, newest_first=True):
         yield from map(json.loads, _reversed_lines(file))

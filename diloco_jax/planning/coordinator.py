@@ -401,7 +401,8 @@ def plan_coordinator(terms: Terms) -> CoordinatorPlan:
     if dealt:
         own = (plan_disk(terms, "worker", w.params, w.fragments) for w in dealt)
         disks = (plan_disk(terms, "lead"), *own)
-    replayed = disk.round_seconds / 2 / cycle_s + 1
+    round_s = max(own.round_seconds for own in disks[1:] or disks)
+    replayed = round_s / 2 / cycle_s + 1
     service = terms.measured.restart_seconds
     share = max((w.params for w in dealt), default=plan.total) / plan.total
     return CoordinatorPlan(

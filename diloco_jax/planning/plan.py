@@ -118,7 +118,8 @@ class FirstStart:
     """Of all cores that draw the parameters, or the most that a worker has; of one core
     if the model is of the user's own; 0 where they are not drawn."""
     write_seconds: float
-    """Of the disk, which has every fragment's first snapshot before islands come."""
+    """Of the disk, or of the worker's that has most, which has every fragment's first
+    snapshot before islands come."""
     fetch_seconds: float
     """Of the slowest link, which carries the anchors once, or of what the coordinator
     sends, which all islands fetch together."""
@@ -353,7 +354,9 @@ def _first_start(
     share = needs.coordinator.share_served / terms.machine.cores
     return FirstStart(
         draw_seconds=drawn * core_seconds * (1.0 if run.model.factory else share),
-        write_seconds=terms.sizes.state / terms.disk_bytes_per_s,
+        write_seconds=needs.coordinator.share_served
+        * terms.sizes.state
+        / terms.disk_bytes_per_s,
         fetch_seconds=needs.together_seconds,
         compile_seconds=told.value if told else longest,
     )

@@ -257,7 +257,7 @@ class IdleWatch:
     def __init__(self, name: str) -> None:
         self._guards: set[Guard] = set()
         self._condition = threading.Condition()
-        self._closed = False
+        self._closed, self._until = False, math.inf
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -268,7 +268,8 @@ class IdleWatch:
         guard = Guard(limit_s, on_expiry)
         with self._condition:
             self._guards.add(guard)
-            self._condition.notify()
+            if guard.expires < self._until:
+                self._condition.notify()
         try:
             yield guard
         finally:
@@ -297,7 +298,8 @@ class IdleWatch:
                     guard.on_expiry()
                 if not expired:
                     first = min((g.expires for g in self._guards), default=math.inf)
-                    self._condition.wait(min(first - now, _POLL_S))
+                    self._until = min(first, now + _POLL_S)
+                    self._condition.wait(self._until - now)
 
 
 class DaemonPool(futures.Executor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,8 +35,9 @@ from diloco_jax.coordinator.snapshots import (
     versions,
 )
 from diloco_jax.coordinator.snapshots import states as numbers
-from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.observability.tape import Tape, newest_first, read_tape
 from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.search import Aim
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
 from diloco_jax.protocol.messages import Contribution, Version
@@ -185,6 +187,32 @@ def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
 def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):
     with pytest.raises(ConfigError, match=r"state-000001.* the record log does not go"):
         recover(records.line(JOINED), torn=True, forgotten=True)
+
+
+def test_what_is_known_of_lost_fragments_is_read_from_the_end(tmp_path, monkeypatch):
+    """Islands hold their anchors for minutes; a tape of weeks takes longer."""
+    tape = Tape(tmp_path / "tape.jsonl")
+    for number in range(1, 60):
+        line = {"fragment": 0, "version": [1, number]}
+        tape.append({**line, "kind": "merged"})
+        if number != 58:
+            tape.append({**line, "kind": "digested", "anchor": f"of {number}"})
+    known = [SimpleNamespace(version=Version(1, n)) for n in (57, 58, 59)]
+    fragment = SimpleNamespace(newest=known)
+    read = []
+    monkeypatch.setattr(
+        origin,
+        "newest_first",
+        lambda path: (read.append(line) or line for line in newest_first(path)),
+    )
+    state = SimpleNamespace(fragments=[fragment], term=1, term_name="t", admitted=())
+    aim = Aim(lost=(), names=frozenset("a"))
+    found = origin.aim_of_lost(aim, state, [0], tape)
+    assert found.known == {
+        0: {Version(1, 57): "of 57", Version(1, 58): "", Version(1, 59): "of 59"}
+    }
+    assert len(read) < 6
+    tape.close()
 
 
 def test_a_fragment_goes_on_from_its_newest_snapshot_that_reads(

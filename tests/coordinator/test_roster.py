@@ -220,6 +220,19 @@ def test_sums_over_many_incarnations_stay_numbers_that_the_file_holds(roster):
     assert (sums.steps, sums.bytes_up, sums.stalled_seconds) == (2**48, 2**56, 1e9)
 
 
+def test_lost_tokens_of_large_models_are_numbers_that_the_file_holds(roster):
+    """Times the parameters of a trillion, those of one death are beyond 64 bits."""
+    lost = roster.failures.kept.lost
+    lost.take({"kind": "begun", "fragment_parameters": [10**12 // 48] * 47 + [7]})
+    death = {"kind": "left", "island": "a", "reason": "died"}
+    told = [
+        lost.take({**death, "lost_tokens_by_fragment": [20_000_001] * 47 + [3]})
+        for _ in range(3)
+    ]
+    roster.save()
+    assert told == [20_000_000, 20_000_001, 20_000_001]
+
+
 def test_an_evaluation_counts_of_cycles_that_the_island_was_to_evaluate(roster):
     """Otherwise one claim would hide all that come after it."""
     for name in "ab":

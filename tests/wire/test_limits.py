@@ -3,6 +3,7 @@ that are bounded, waits that end, threads that hold up nobody."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -338,6 +339,18 @@ def watch():
     made = IdleWatch("watch")
     yield made
     made.close(LATE_S)
+
+
+def test_a_watch_looks_at_its_guards_when_one_may_expire(watch, monkeypatch):
+    """Not at all of them, whenever one is added."""
+    looks, expires = [], peers.Guard.expires.fget
+    counted = property(lambda guard: looks.append(guard) or expires(guard))
+    monkeypatch.setattr(peers.Guard, "expires", counted)
+    with contextlib.ExitStack() as guards:
+        for number in range(200):
+            guards.enter_context(watch.guard(LATE_S + number, pytest.fail))
+            time.sleep(0.001)
+    assert len(looks) < 2000
 
 
 def expire_another(watch, clock, limit_s):

@@ -516,10 +516,14 @@ class StoreHolder(FragmentHolder):
         self.faults.fire(self._committed)
         merge, merged, seconds = self._prepared.pop(commit.fragment)
         self.store.commit(commit.fragment, commit.version, merged)
-        for key in merge.deltas:
-            self._inbox.drop(key)
+        freed = [self._inbox.drop(key) for key in merge.deltas]
         self._tell(measured(merge, merged, seconds))
-        self._submit(lambda: self._follow_up(merge, merged))
+
+        def follow_up() -> None:
+            freed.clear()  # Files are unmapped here, while decisions go on.
+            self._follow_up(merge, merged)
+
+        self._submit(follow_up)
 
     def _prepare(
         self,

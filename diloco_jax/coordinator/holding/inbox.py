@@ -396,19 +396,21 @@ class Inbox:
         with self._lock:
             return self._deltas[key].squares
 
-    def drop(self, key: DeltaKey) -> None:
-        """Free a delta, if it has arrived."""
+    def drop(self, key: DeltaKey) -> object:
+        """Give up a delta, if it has arrived; return what its memory, or a file, is
+        freed with. The caller lets go of it where that may take time."""
         with self._lock:
-            self._deltas.pop(key, None)
+            return self._deltas.pop(key, None)
 
     def drop_island(
         self, island: str, before: int, kept: Collection[DeltaKey] = ()
     ) -> None:
         """Free the deltas of an island's incarnations below `before`, except `kept`."""
+        freed = []  # Outside the lock.
         with self._lock:
             for key in [k for k in self._deltas if k.island == island]:
                 if key.incarnation < before and key not in kept:
-                    del self._deltas[key]
+                    freed.append(self._deltas.pop(key))
 
 
 def _whose(key: DeltaKey) -> tuple[str, int]:
