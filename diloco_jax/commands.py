@@ -37,6 +37,7 @@ from diloco_jax.workdir import (
     holds_run,
     make_workdir,
     read_config,
+    read_summary,
     require_folder,
 )
 
@@ -505,6 +506,7 @@ def eval_command(arguments: Sequence[str]) -> int:
         raise ConfigError("--tasks and --lm-eval are both given; give one at a time")
     tasks = _eval_tasks if options.tasks else _eval_loss
     evaluate = _eval_lm_eval if options.lm_eval else tasks
+    ended = read_summary(options.workdir).get("merges")
     result, text = evaluate(options, config, _console())
     if options.cycle:
         result["eval_cycle"] = options.cycle
@@ -512,7 +514,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         print(json.dumps(result), flush=True)
     else:
         print(text, file=sys.stderr)
-    if not options.cycle:
+    # If the run ended or went on meanwhile, its newest parameters are others.
+    if not options.cycle and read_summary(options.workdir).get("merges") == ended:
         add_to_summary(options.workdir, result)  # A disk may be full, or read-only.
     return EXIT_DONE
 

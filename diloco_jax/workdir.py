@@ -193,11 +193,9 @@ def read_summary(workdir: Path) -> dict[str, Any]:
 
 
 def add_to_summary(workdir: Path, fields: Mapping[str, Any]) -> None:
-    """Add fields to the summary of the run there, if the run has ended, and not
-    meanwhile: `eval_merges` are then fewer. Scores join those of other tasks."""
-    summary = read_summary(workdir)
-    merges = summary.get("merges")
-    if summary and fields.get("eval_merges", merges) == merges:
+    """Add fields to the summary of the run there, if the run has ended. Scores join
+    those of other tasks."""
+    if summary := read_summary(workdir):
         scores = {
             name: {**summary.get(name, {}), **found}
             for name, found in fields.items()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax import before_jax, cli
+from diloco_jax import before_jax, cli, commands
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.config import (
     Config,
@@ -315,6 +315,19 @@ def test_eval_prints_its_result_and_adds_it_to_the_summary(finished, fake, capsy
         "validation loss 1.5000 nats per token, 2.1640 bits per byte, after 1,200 "
         "merges and 30,000 tokens\n"
     )
+
+
+def test_a_loss_of_older_parameters_is_not_the_summarys(finished, monkeypatch):
+    """The run ended while they were evaluated."""
+
+    def evaluated(*_):
+        ended = {**read_summary(finished), "merges": 10**6}
+        write_json(ended, finished / "summary.json")
+        return dict(EVALUATED), "a loss"
+
+    monkeypatch.setattr(commands, "_eval_loss", evaluated)
+    assert cli.main(["eval", str(finished)]) == 0
+    assert "eval_loss" not in read_summary(finished)
 
 
 @pytest.mark.parametrize(

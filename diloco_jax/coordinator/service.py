@@ -64,6 +64,7 @@ from diloco_jax.protocol.coordinator.state import (
     Said,
     SaidAhead,
     Timer,
+    is_let_in,
 )
 from diloco_jax.protocol.holding import (
     AnchorCompared,
@@ -414,7 +415,7 @@ class Service(Handlers):
                 f"incarnation {call.incarnation} of island {call.island!r} is another "
                 f"process than the one that calls; stop this process",
             )
-        if not steering.is_in(self.lead.config, state, call.island):
+        if not is_let_in(self.lead.config, call.island, state.admitted):
             raise Refused(
                 "removed",
                 f"an operator removed island {call.island!r} from the run; stop this "

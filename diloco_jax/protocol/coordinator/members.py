@@ -41,6 +41,7 @@ from diloco_jax.protocol.coordinator.state import (
     SaidAhead,
     State,
     Turn,
+    is_let_in,
     with_fragment,
     with_island,
 )
@@ -139,7 +140,7 @@ def _refusal(
 def unknown(config: PolicyConfig, name: str, also: tuple[str, ...] = ()) -> str:
     """Explain why an island of that name is not let in; empty if it may be. also:
     those that an operator let in."""
-    if config.admitted is None or name in config.admitted or name in also:
+    if config.admitted is None or is_let_in(config, name, also):
         return ""
     return (
         f"the coordinator's config has no island {name!r}, only "

@@ -463,6 +463,11 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
     return replace(fragment, accounts={**accounts, name: account}, lost_in_all=lost)
 
 
+def is_let_in(config: PolicyConfig, name: str, also: tuple[str, ...]) -> bool:
+    """Tell whether the config, or an operator (`also`), lets in an island."""
+    return config.admitted is None or name in config.admitted or name in also
+
+
 def booked(fragment: Fragment, name: str, **changes: Any) -> Fragment:
     """Return the fragment with these fields of an account changed."""
     return with_account(fragment, name, replace(fragment.accounts[name], **changes))
