@@ -242,8 +242,9 @@ class Cluster:
         managed = {"coordinator": self.coordinator, **self.islands}
         pids = {name: process.pids for name, process in managed.items()}
         if pids != self._noted:
-            self._noted = pids
-            write_json(pids, self.workdir / run_files.PROCESSES)
+            with contextlib.suppress(OSError):  # Full: it tries again.
+                write_json(pids, self.workdir / run_files.PROCESSES)
+                self._noted = pids
         return state in ALIVE
 
     @property

@@ -2,13 +2,17 @@
 how long all have to end."""
 
 import dataclasses
+import errno
+from types import SimpleNamespace
 
 import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import Cluster
+from diloco_jax.cluster.processes import noted
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
+from diloco_jax.files import write_json
 from diloco_jax.process import Interrupt
 from diloco_jax.wire import addresses
 
@@ -104,3 +108,22 @@ def test_ports_that_are_asked_for_together_differ(monkeypatch):
     monkeypatch.setattr(addresses.secrets, "choice", lambda _: offered.pop(0))
     second = cluster.free_port()
     assert not {first, first + 1} & {second, second + 1}
+
+
+def test_a_full_disk_ends_no_run_as_a_child_comes_or_goes(config, workdir, monkeypatch):
+    """The note of process ids is written again at the next look."""
+    cluster = Cluster(config, workdir)
+    running = SimpleNamespace(poll=lambda: "running", pids=[7])
+    cluster.coordinator, cluster.islands = running, {}
+    full = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def write(pids, path):
+        if full:
+            raise full.pop()
+        write_json(pids, path)
+
+    monkeypatch.setattr("diloco_jax.cluster.cluster.write_json", write)
+    workdir.mkdir()
+    assert cluster.poll()
+    assert cluster.poll()
+    assert noted(workdir) == {"coordinator": [7]}
