@@ -482,9 +482,9 @@ class LocalCluster:
                 self._launcher = start_child(command, {}, log, log)
 
     def status(self) -> dict[str, Any]:
-        """Return the status as `diloco status` does. Its `phase` is "starting" before
-        the coordinator is up, and "unreachable" while it is away: it has no islands and
-        merges then."""
+        """Return the status as `diloco status` does. Before the coordinator is up, and
+        while it is away, it has only `phase`, "starting" or "unreachable", `islands`,
+        which is empty, and `merges`, which is 0."""
         try:
             return read_status(str(self.workdir), self.config.placement)
         except ConfigError:
