@@ -296,20 +296,20 @@ def wrapped(markdown: str, width: int = 100) -> str:
 
     def flush() -> None:
         if prose:
-            text = " ".join(line.strip() for line in prose)
+            # A line that begins with a percent sign is a comment on the site.
+            text = " ".join(line.strip() for line in prose).replace(" %", "\xa0%")
             indent = prose[0][: len(prose[0]) - len(prose[0].lstrip())]
             mark = re.match(r"([-*]|\d+\.) ", text)
             rest = indent + " " * len(mark[0] if mark else "")
-            out.extend(
-                textwrap.wrap(
-                    text,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=rest,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+            lines = textwrap.wrap(
+                text,
+                width,
+                initial_indent=indent,
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
+            out.extend(line.replace("\xa0", " ") for line in lines)
             prose.clear()
 
     in_code = False

@@ -93,6 +93,12 @@ def test_prose_is_wrapped(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_line_is_a_comment_on_the_site(page):
+    """As the rest of a sentence is that begins with a percent sign."""
+    assert not re.findall(r"^ *%.*", page.read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tests_that_a_page_names_exist(page):
     for name, path in re.findall(
         r"`(\w+)`\s+in\s+`(tests/[\w/]+\.py)", page.read_text()

@@ -216,11 +216,11 @@ class ManagedProcess:
         return self.state
 
     def _restart(self) -> None:
-        """Start again. That the system has no room for a process, or for its log, is a
-        crash too: it must not end the others."""
+        """Start again. That the system has no room for a process, its log or its port
+        is a crash too: it must not end the others."""
         try:
             self.start()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._kill_groups()
             for process in self._processes:
                 process.wait(self._stop_s)

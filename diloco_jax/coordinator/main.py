@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -243,6 +244,8 @@ class Coordinator:
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else here: a handler may find any lock held, even a log stream's.
+        if self._interrupted:
+            os._exit(EXIT_FAILED)  # All that anybody was told of is on the disk.
         self._interrupted = True
 
     # ---- the start ------------------------------------------------------------------

@@ -366,7 +366,10 @@ class Service(Handlers):
         self.lead.post(event)
         self.lead.post(None, decided.set)
         if not decided.wait(DECIDED_WITHIN_S):
-            raise Busy("the coordinator is held up; come again")
+            raise Busy(
+                "the coordinator is held up (see its alerts); it has this order, and "
+                "carries it out once it goes on; look at its status then"
+            )
 
     def kept(self, cycle: int, name: str) -> memoryview:
         """Return the bytes of a file of a kept cycle, where they lie."""

@@ -161,10 +161,13 @@ class SnapshotWriter:
 
         self._due, self._began = now + self._turn_s, now
         # A coordinator that has ended must not stay for a disk that hangs.
-        self._thread = threading.Thread(
-            target=attempt, name="diloco-snapshot", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=attempt, name="diloco-snapshot", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # There is no thread to be had just now.
+            self._failure = str(error)
+        else:
+            self._thread = thread
 
     def alerts(self, now: float) -> list[str]:
         """Return alerts for people: without snapshots, log and publishes grow."""

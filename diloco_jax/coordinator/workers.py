@@ -231,12 +231,11 @@ class LedWorker:
                 try:
                     self._live(first)
                     return
-                except (Refused, SecurityError, ConfigError) as error:
-                    self._end_with(error)
-                    return
-                except (WireError, OSError) as error:
+                except Exception as error:
                     left_s = until - time.monotonic()
-                    if self.address or left_s <= 0:
+                    hopes = isinstance(error, WireError | OSError)
+                    hopes &= not isinstance(error, Refused | SecurityError)
+                    if self.address or left_s <= 0 or not hopes:
                         self._end_with(error)
                         return
                     if time.monotonic() - told >= TOLD_EVERY_S:

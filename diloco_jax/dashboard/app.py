@@ -85,6 +85,9 @@ class RunReader:
             NewLines(workdir / run_files.METRICS): self._timeline.metrics,
             NewLines(workdir / run_files.CHAOS): self._strike,
         }
+        self._there = 0
+        """Bytes to be read as the last look at them began: of a run that goes on there
+        is always something newer."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._status: dict[str, Any] = {}
@@ -112,6 +115,7 @@ class RunReader:
 
     def read(self) -> None:
         """Take all lines that are new, in the order of time."""
+        self._there = sum(nbytes(lines.path) for lines in self._sources)
         sources = (_dated(*source) for source in self._sources.items())
         lines = heapq.merge(*sources, key=operator.itemgetter(0))
         while not self._over.is_set():
@@ -131,14 +135,13 @@ class RunReader:
         with self._lock:
             window = self._window(start, stop, columns)
             shown = view(self._timeline, window, facts["flops_per_token"], goodput)
-        there = sum(nbytes(lines.path) for lines in self._sources)
         read = sum(lines.read_bytes for lines in self._sources)
         return {
             **shown,
             "now": time.time(),
             "run": {**facts, "link_bytes_per_s": self._link_bytes_per_s},
             "health": health_of(status),
-            "read": round(min(1.0, read / there), 3) if there else 1.0,
+            "read": round(min(1.0, read / self._there), 3) if self._there else 1.0,
             "status": status,
         }
 

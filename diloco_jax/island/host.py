@@ -162,6 +162,11 @@ class Host(abc.ABC, Generic[L]):
         self.traces = Path(run_files.PROFILES)
         """Folder of the traces that an operator asks for."""
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
+        self.region = (
+            Region(config, name, hosts.index, address, serve)
+            if name in config.regions()
+            else None
+        )
         client = Client(
             address,
             tls=TlsFiles.load_given(placement.certificates, peers.island(name)),
@@ -170,11 +175,6 @@ class Host(abc.ABC, Generic[L]):
             insecure=placement.insecure,
         )
         self.lanes = Lanes(client, plan.sizes, self._moved)
-        self.region = (
-            Region(config, name, hosts.index, address, serve)
-            if name in config.regions()
-            else None
-        )
         self._orders = (
             Orders(hosts, self.mailbox, self.deadlines.pin_s)
             if hosts.others and not self.follows

@@ -212,19 +212,18 @@ class Orders:
         HostsError if a host does not answer in time.
         """
         parts = {}
+        with self._lock:  # Orders are done in turn: those before it may take as long.
+            patience_s = self._patience_s * (1 + max(0, number - self._forgotten))
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
-            missing = (
-                f"host {host} did not fetch its part within {self._patience_s:g} s"
-            )
-            heard = self._hosts.require(key, self._patience_s, missing)
+            missing = f"host {host} did not fetch its part within {patience_s:g} s"
+            heard = self._hosts.require(key, patience_s, missing)
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(heard, type=Answer)
             self._mailbox.count_of(host, answer.traffic, answer.short)
             self._mailbox.donors_failed(answer.failed)
             parts[host] = answer.part
-        # Orders are done in turn: a host that answers one has read all before it.
-        with self._lock:
+        with self._lock:  # A host that answers one has read all before it.
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
             self._forgotten = max(self._forgotten, number + 1)

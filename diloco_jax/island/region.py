@@ -168,9 +168,8 @@ class Region(Handlers):
 
     def close(self) -> None:
         """Serve nobody, and end what is under way."""
-        if self._run_id:
-            self._server.stop(0.0)
-        elif self._listener is not None:
+        self._server.stop(0.0)
+        if self._listener is not None:
             self._listener.close()
         with self._changed:
             lanes, self._lanes = self._lanes, []

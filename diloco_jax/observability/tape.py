@@ -300,6 +300,8 @@ class NewLines:
                     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                         if isinstance(found := msgspec.json.decode(line), dict):
                             yield found
+            if not reached:
+                self._file = 0  # It was removed, and another one has begun.
 
 
 def remove_tape(path: Path) -> None:

@@ -233,9 +233,11 @@ def plan_disk(
     deltas = max(0, most_deltas(terms) - placement.merge_buffer_bytes)
     deltas = math.ceil(part * deltas)
     in_bucket, kept = is_bucket(placement.checkpoints), placement.snapshots_kept
-    # Snapshots pause so that the disk has time for the rest.
-    shortest = 0.0 if in_bucket else BUSY_SHARE * state / terms.disk_bytes_per_s
-    round_s = max(placement.snapshot_every_s, shortest)
+    # Snapshots pause so that the disk has time for the rest. A bucket is taken to be as
+    # fast as the disk.
+    round_s = max(
+        placement.snapshot_every_s, BUSY_SHARE * state / terms.disk_bytes_per_s
+    )
     # A fragment without a new version is not written again.
     rounds = max(round_s / cycle_s, 1.0)
     log = math.ceil((kept - 0.5) * rounds * publish)

@@ -149,10 +149,13 @@ class Connection:
         self.line.send_down(functools.partial(self.island.received, message))
 
     def close(self, refused: Refused | None = None) -> None:
-        """Turn the island away if it is refused; otherwise it was replaced."""
+        """Turn the island away if it is refused; otherwise it was replaced, and a live
+        island comes again: what came last may have been a greeting that was late."""
         if refused is not None:
             reason = f"refused: {refused.message}"
             self.line.send_down(lambda: self.island.turned_away(reason))
+        elif self.island.ended is None:
+            self.island.postponed(self)
 
     def fail(self, error: WireError) -> None:
         """End the connection; the island comes again."""

@@ -83,8 +83,11 @@ def test_restarts_wait_for_the_delay(make, until):
     assert process.starts == 2
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EAGAIN, "try again"), ConfigError("no port: try again")]
+)
 def test_a_process_that_cannot_be_started_again_counts_as_a_crash(
-    make, until, monkeypatch
+    make, until, monkeypatch, error
 ):
     """The first host of an island of two, which was started, ends too."""
     now, begun = [0.0], []
@@ -96,7 +99,7 @@ def test_a_process_that_cannot_be_started_again_counts_as_a_crash(
     def start_one(*arguments):
         if len(begun) % 2:
             begun.append(None)
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise error
         begun.append(start_child([sys.executable, "-c", FOREVER], *arguments[1:]))
         return begun[-1]
 
@@ -107,7 +110,7 @@ def test_a_process_that_cannot_be_started_again_counts_as_a_crash(
         assert process.pids == []
     assert all(child.poll() is not None for child in begun if child is not None)
     assert "could not be started" in process.reason
-    assert "unavailable) in attempt 3; no restart is left" in process.reason
+    assert "try again) in attempt 3; no restart is left" in process.reason
 
 
 def test_a_life_of_ten_minutes_ends_a_row_of_crashes(make, until):

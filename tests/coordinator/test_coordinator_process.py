@@ -16,7 +16,7 @@ from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import journal as durable
 from diloco_jax.coordinator import main
 from diloco_jax.coordinator.snapshots import states
-from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
+from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.process import signals
 from diloco_jax.workdir import RunFacts, holds_run
 
@@ -135,6 +135,19 @@ def test_asked_to_end_while_it_searches_islands(config, handlers, caplog, tmp_pa
     assert main.serve(Asks(config, tmp_path / "run", init=False)) == EXIT_DONE
     assert "ending, asked to: this coordinator has lost its state" in caplog.text
     assert not holds_run(tmp_path / "run")
+
+
+def test_asked_twice_to_end_it_ends_at_once(config, handlers, tmp_path, monkeypatch):
+    """As while it waits for a disk that hangs."""
+    codes: list[int] = []
+    monkeypatch.setattr(main.os, "_exit", codes.append)
+    coordinator = main.Coordinator(config, tmp_path / "run", init=True)
+    coordinator.heed_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == []
+    os.kill(os.getpid(), signal.SIGINT)
+    assert codes == [EXIT_FAILED]
+    coordinator.close()
 
 
 def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from inbox_support import KEY, LAYOUTS, layout, put, start
 
 from diloco_jax.coordinator.holding.inbox import TOLD_S, Inbox, Rooms
-from diloco_jax.core.fragments import Box
+from diloco_jax.core.fragments import Box, PayloadLayout
 from diloco_jax.protocol.messages import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
@@ -222,21 +222,32 @@ def half(part, offset=0, length=4096, **other):
     return start(offset, length, 4096, fragment=1, part=part, **other)
 
 
-def test_parts_of_hosts_make_a_delta_and_take_memory_only_on_their_way(tmp_path):
-    rooms = Rooms(8192 + 4096, tmp_path)
+def test_parts_of_hosts_make_a_delta_that_takes_its_memory_once(tmp_path):
+    rooms = Rooms(8192, tmp_path)
     inbox = Inbox(LAYOUTS, rooms)
     for value, part in enumerate((LEFT, RIGHT)):
         assert not put(inbox, half(part, 0, 4000), value)
-    assert rooms.memory_bytes == 8192 + 4096, "one part is on disk"
     for _ in range(2):
         assert not put(inbox, half(LEFT, 4000, 96), 0), "its host may send it again"
-        assert rooms.memory_bytes == 8192, "what is in its place needs no other"
     assert put(inbox, half(RIGHT, 4000, 96), 2)
-    assert rooms.memory_bytes == 8192
+    assert rooms.memory_bytes == 8192, "nothing is on disk"
     (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
+    assert rooms.memory_bytes == 0, "there was room for both nowhere else"
     assert (tiles[:, 0] == 0).all()
     assert (tiles[0, 1] == 1).all()
     assert tiles[1, 1, -1] == 2
+
+
+def test_parts_without_room_to_be_joined_come_again():
+    rooms = Rooms(8192 + 50)
+    inbox = Inbox(LAYOUTS, rooms)
+    assert not put(inbox, half(LEFT), 1)
+    assert put(inbox, half(RIGHT), 2)
+    with pytest.raises(Busy, match="8192 bytes more of deltas"):
+        inbox.payload(DeltaKey("a", 1, 1, 7))
+    inbox.reopen(half(RIGHT))
+    assert rooms.memory_bytes == 4096
+    assert put(inbox, half(RIGHT), 3)
 
 
 def test_a_part_that_has_to_come_again_completes_the_delta_again():
@@ -275,6 +286,26 @@ def test_a_disk_that_takes_its_time_keeps_nobody_waiting(tmp_path, monkeypatch):
         go_on.set()
         assert late.result(LATE_S)
     assert (inbox.payload(KEY) == 2).all()
+
+
+def test_parts_are_joined_without_keeping_others_waiting(monkeypatch):
+    inbox, scatter = Inbox(LAYOUTS, Rooms(1 << 20)), PayloadLayout.scatter
+    joining, go_on = threading.Event(), threading.Event()
+
+    def slowly(*of):
+        joining.set()
+        assert go_on.wait(LATE_S)
+        scatter(*of)
+
+    monkeypatch.setattr(PayloadLayout, "scatter", slowly)
+    assert not put(inbox, half(LEFT), 1)
+    assert put(inbox, half(RIGHT), 2)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = pool.submit(inbox.payload, DeltaKey("a", 1, 1, 7))
+        assert joining.wait(LATE_S)
+        assert put(inbox, start(island="b"), 3)
+        go_on.set()
+        assert len(late.result(LATE_S)) == 8192
 
 
 def test_hosts_that_send_the_same_tiles_are_refused():

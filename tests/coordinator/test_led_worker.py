@@ -145,6 +145,23 @@ def test_one_that_does_not_come_in_time_fails_the_start(dialled):
         one.worker.restored()
 
 
+def test_an_unforeseen_error_of_its_thread_fails_the_start(dialled, monkeypatch):
+    heard = threading.Event()
+
+    def hears(end: socket.socket) -> None:
+        read_frame(end)
+        heard.set()
+
+    def none(*_: object) -> None:
+        assert heard.wait(PATIENCE_S)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(LedWorker, "_listen", none)
+    one = dialled(hears)
+    with pytest.raises(ConnectionLost, match="did not come up: can't start new thread"):
+        one.worker.restored(first=True)
+
+
 @pytest.mark.parametrize(
     ("code", "error", "why"),
     [

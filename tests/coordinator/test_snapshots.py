@@ -253,6 +253,21 @@ def test_a_failure_is_told_and_the_next_one_is_due_in_time(writer, tmp_path, cap
     assert writer.alerts(1010.0) == []
 
 
+def test_one_for_which_there_is_no_thread_is_told_and_comes_later(writer, monkeypatch):
+    def none(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        writer.write(1000.0, lambda: None)
+    (alert,) = writer.alerts(1000.0)
+    assert "no snapshot was written: can't start new thread" in alert
+    assert (writer.due(1004.9), writer.due(1005.0)) == (False, True)
+    writer.write(1005.0, lambda: None)
+    assert writer.wait(lambda: PIN_S)
+    assert writer.alerts(1005.0) == []
+
+
 def test_one_that_hangs_is_neither_joined_by_another_nor_waited_for(writer):
     hangs = threading.Event()
     writer.write(1000.0, lambda: hangs.wait(PIN_S) and None)

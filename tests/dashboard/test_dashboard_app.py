@@ -182,6 +182,7 @@ def test_a_run_that_is_written_is_followed(tmp_path):
     before = reader.view(None, None, 100)
     with tape.open("ab") as file:
         file.write(whole[half:])
+    assert reader.view(None, None, 100)["read"] == 1.0, "that is news, and no backlog"
     reader.read()
     after = reader.view(None, None, 100)
     assert before["merges"]

@@ -281,6 +281,29 @@ def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
     thread.close(PATIENCE_S)
 
 
+def test_an_order_is_awaited_as_long_as_all_before_it_may_take():
+    """Host 0 gives several while the coordinator is away, and a host does one after the
+    other."""
+    store, mailbox = Store(), Mailbox()
+    orders = Orders(Hosts(store, 0, 2), mailbox, 0.3)
+
+    def fetch(fetch):
+        time.sleep(0.2)
+        raise ConnectionLost("away")
+
+    host = Hosts(store, 1, 2)
+    thread = OrderThread(
+        host, Mailbox(), fetch, lambda _: None, lambda _: None, Deadlines(PATIENCE_S)
+    )
+    thread.start()
+    numbers = [
+        orders.give(Fetch(fragment, Version(1, 1), None, None)) for fragment in range(4)
+    ]
+    for number in reversed(numbers):
+        orders.await_answers(number, None)
+    thread.close(PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("other", "own", "raised"),
     [

@@ -4,6 +4,7 @@ reads as one, whoever reads it, and whenever its writer dies or goes on."""
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 
 import pytest
@@ -334,6 +335,18 @@ def test_a_torn_line_that_its_writer_cut_off_is_forgotten(follow, tmp_path):
     again.append(line(2))
     again.close()
     assert numbers(reader) == [2]
+
+
+def test_a_tape_that_begins_anew_is_read_from_its_start(follow, tmp_path):
+    """As that of a run whose first start failed."""
+    writer, reader = follow
+    writer.append(line(0))
+    assert numbers(reader) == [0]
+    os.replace(tmp_path / "tape.jsonl", tmp_path / "holds its number")
+    again = JsonLines(tmp_path / "tape.jsonl")
+    again.append(line(1))
+    again.close()
+    assert numbers(reader) + numbers(reader) == [1]
 
 
 def test_a_line_that_is_no_record_is_left_out(follow, tmp_path):

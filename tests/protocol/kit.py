@@ -63,6 +63,7 @@ from diloco_jax.protocol.coordinator.state import (
     Timer,
     initial,
 )
+from diloco_jax.protocol.coordinator.takes import quarantine_moved
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge, MergePrepared
 from diloco_jax.protocol.messages import (
     FIRST_VERSION,
@@ -447,6 +448,9 @@ class Driver:
                 return self.goodbye(name)
             case ".", "away":
                 return self.disconnect(name)
+            case ".", "quarantined":
+                self.state = quarantine_moved(self.state, name, quarantined=True)
+                return []
             case ".", _ if what.startswith("back"):
                 return self.back(name, *map(int, what.split("=")[1:]))
             case ".", _:

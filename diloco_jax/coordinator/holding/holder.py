@@ -385,7 +385,10 @@ class StoreHolder(FragmentHolder):
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
         try:
             with self._checks:
-                payload = self._inbox.payload(key)
+                try:
+                    payload = self._inbox.payload(key)
+                except KeyError:
+                    return False  # Nobody waits for it any more.
                 squares = self.store.squares(start.fragment, payload)
                 uses = self.store.uses(start.fragment, payload)
                 self._inbox.checked(key, squares)

@@ -167,9 +167,7 @@ class _Arriving:
     what was checked, and is merged, stays as it was."""
 
     def __init__(self, room: Place) -> None:
-        self.nbytes = room.nbytes
-        self.room: Place | None = room
-        """None once the bytes are in their place in the payload."""
+        self.room = room
         self._arrived: set[tuple[int, int]] = set()
         self._lent: dict[tuple[int, int], memoryview] = {}
         """Places that are being written to, by offset and length."""
@@ -177,12 +175,12 @@ class _Arriving:
     @property
     def complete(self) -> bool:
         """Tell if the stripes, which are disjoint, cover the whole part."""
-        return sum(length for _, length in self._arrived) == self.nbytes
+        return sum(length for _, length in self._arrived) == self.room.nbytes
 
     def lend(self, start: UploadStart) -> memoryview:
         """Return the place of a stripe; see `Inbox.begin`."""
         wanted = (start.offset, start.length)
-        if self.room is None or wanted in self._arrived:
+        if wanted in self._arrived:
             return _nowhere(start)
         self._lent = {s: p for s, p in self._lent.items() if not _is_released(p)}
         if wanted in self._lent:
@@ -221,13 +219,13 @@ class _Arriving:
 
 
 class _Assembly:
-    def __init__(self, layout: PayloadLayout, room: Place) -> None:
-        self.room = room
-        self.coverage = Coverage(layout)
+    def __init__(self, layout: PayloadLayout) -> None:
+        self.layout, self.coverage = layout, Coverage(layout)
         self.parts: dict[Part, _Arriving] = {}
-        """Parts that arrive beside the payload; the whole delta, as a part, is the
-        payload."""
+        """Parts that are on their way, or here; none once they are one payload."""
         self.complete = False
+        """True once all tiles are here."""
+        self.payload: Place | None = None
         self.squares: Squares = ()
 
     def require_space(self, nbytes: int) -> None:
@@ -238,11 +236,11 @@ class _Assembly:
                 f"one delta comes in more than {MOST_PARTS} parts; an island sends one "
                 f"part from each of its hosts"
             )
-        held = sum(arriving.nbytes for arriving in self.parts.values())
-        if held + nbytes > self.room.nbytes:
+        held = sum(arriving.room.nbytes for arriving in self.parts.values())
+        if held + nbytes > self.layout.total_bytes:
             raise RemoteProtocolError(
                 f"parts of one delta have {held} and {nbytes} bytes, the whole of it "
-                f"{self.room.nbytes}: its hosts send the same tiles; give them "
+                f"{self.layout.total_bytes}: its hosts send the same tiles; give them "
                 f"one config"
             )
 
@@ -251,8 +249,7 @@ class Inbox:
     """All deltas that are arriving or wait for their merge."""
 
     def __init__(self, layouts: Sequence[PayloadLayout], rooms: Rooms) -> None:
-        """layouts: of an encoded delta, by fragment. rooms: for deltas, and for parts
-        of them that are on their way."""
+        """layouts: of an encoded delta, by fragment. rooms: for deltas and parts."""
         self._layouts, self.rooms = layouts, rooms
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
@@ -295,17 +292,18 @@ class Inbox:
     ) -> memoryview:
         """Return the place of a stripe. Nothing that takes time is done in the lock,
         which decisions need: a disk is asked, and memory goes to `given_up`."""
-        made: list[Place] = []
-        while True:
+        room: Place | None = None
+        with self._lock:
+            if (place := self._place(start, layout, None)) is None:
+                room = self.rooms.in_memory(start.total, given_up)
+                if room is not None:
+                    place = self._place(start, layout, room)
+        if place is None:
+            room = self.rooms.on_disk(start.total)
             with self._lock:
-                while isinstance(place := self._place(start, layout, made), int):
-                    room = self.rooms.in_memory(place, given_up)
-                    if room is None:
-                        break
-                    made = [room]
-                else:
-                    return place
-            made = [self.rooms.on_disk(place)]
+                place = self._place(start, layout, room)
+        assert place is not None
+        return place
 
     def end(self, start: UploadStart, place: memoryview) -> bool:
         """Accept a stripe that is in the place from `begin`; return True once, when the
@@ -315,20 +313,12 @@ class Inbox:
             if assembly is None or assembly.complete:
                 return False
             arriving = assembly.parts.get(start.part)
-            if arriving is None or arriving.room is None:
-                return False
             # Another place is that of a delta that was dropped and has come again.
-            if not arriving.take(start, place) or not arriving.complete:
+            if arriving is None or not arriving.take(start, place):
                 return False
-            if start.part:
-                layout = self._layouts[start.fragment]
-                payload, octets = assembly.room.data, arriving.room.data
-                layout.scatter(payload, start.part, octets)
-                arriving.room = None
-            assembly.coverage.add(start.part)
-            assembly.complete = assembly.coverage.complete
-            if assembly.complete:
-                assembly.parts = {}
+            if arriving.complete:
+                assembly.coverage.add(start.part)
+                assembly.complete = assembly.coverage.complete
             return assembly.complete
 
     def reopen(self, start: UploadStart) -> None:
@@ -338,18 +328,16 @@ class Inbox:
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is not None and assembly.complete:
+                assembly.parts.pop(start.part, None)
+                assembly.payload = assembly.payload if start.part else None
                 assembly.coverage.add(start.part, here=False)
                 assembly.complete = False
 
     def _place(
-        self, start: UploadStart, layout: PayloadLayout, made: list[Place]
-    ) -> memoryview | int:
-        """Return the place of a stripe, or the bytes of the room that it still needs.
-        made: a room for it, which is taken if it has these bytes."""
-
-        def lacks(nbytes: int) -> bool:
-            return not made or made[0].nbytes != nbytes
-
+        self, start: UploadStart, layout: PayloadLayout, room: Place | None
+    ) -> memoryview | None:
+        """Return the place of a stripe; None if its part still needs a room. room: one
+        for it."""
         key = _key(start)
         assembly = self._deltas.get(key)
         if assembly is None:
@@ -363,27 +351,44 @@ class Inbox:
                     f"{len(held)} deltas of fragment {key.fragment} of {key.island!r} "
                     f"have arrived; come again when they are merged"
                 )
-            if lacks(layout.total_bytes):
-                return layout.total_bytes
-            assembly = self._deltas[key] = _Assembly(layout, made.pop())
+            assembly = _Assembly(layout)
         if assembly.complete:
             return _nowhere(start)
         if start.part not in assembly.parts:
             assembly.require_space(start.total)
-            if start.part and lacks(start.total):
-                return start.total
-            room = made.pop() if start.part else assembly.room
+            if room is None:
+                return None
             assembly.parts[start.part] = _Arriving(room)
-        return assembly.parts[start.part].lend(start)
+        place = assembly.parts[start.part].lend(start)
+        self._deltas[key] = assembly
+        return place
 
     def payload(self, key: DeltaKey) -> Place:
-        """Return the bytes of a complete delta; raise KeyError if it has not
-        arrived."""
+        """Return the bytes of a complete delta, to which its parts are joined first;
+        one thread may ask for that. Raises KeyError if it has not arrived, and Busy if
+        there is no room for it."""
         with self._lock:
             assembly = self._deltas[key]
         if not assembly.complete:
             raise KeyError(f"{key} is not complete")
-        return assembly.room
+        parts, payload = assembly.parts, assembly.payload
+        if () in parts:
+            payload = parts[()].room
+        else:
+            if payload is None:
+                payload = self._room(assembly.layout.total_bytes)
+            for part, arriving in parts.items():
+                assembly.layout.scatter(payload.data, part, arriving.room.data)
+        with self._lock:
+            assembly.payload, assembly.parts = payload, {}
+        return payload  # Here the parts' memory is freed, outside the lock.
+
+    def _room(self, nbytes: int) -> Place:
+        """Return a room in memory, or on disk. Raises Busy. No lock may be held."""
+        given_up: GivenUp = []
+        room = self.rooms.in_memory(nbytes, given_up)
+        given_up.clear()
+        return self.rooms.on_disk(nbytes) if room is None else room
 
     def checked(self, key: DeltaKey, squares: Squares) -> None:
         """Keep the sums of squares of a delta that is still in the inbox."""

@@ -55,12 +55,13 @@ def open_tick(
 ) -> Fragment:
     """Ask every live island without an outstanding take for the fragment.
 
-    Pending deltas do not count towards the quorum, unless fewer than K islands can be
-    asked. Then the ready deltas of live islands count: no others could fill it.
+    Pending deltas do not count towards the quorum, unless fewer than K islands whose
+    deltas may be merged can be asked. Then the ready deltas of live islands count: no
+    others could fill it.
     """
     asked = tuple(n for n in live if fragment.accounts[n].take is None)
     counting, quorum = asked, turn.config.quorum
-    if len(asked) < quorum or fragment.final:
+    if sum(n not in fleet.quarantined for n in asked) < quorum or fragment.final:
         counting += tuple(
             name
             for name in live
@@ -96,15 +97,16 @@ def busy_tick(
     skip(turn, fragment, tick, fragment.phase)
     if fragment.phase != "open":
         return fragment
-    takes_of = {name: fragment.accounts[name].take for name in live}
-    fresh = tuple(name for name, take in takes_of.items() if take is None)
-    more = tuple(
-        name
-        for name, take in takes_of.items()
-        if name not in fragment.asked and (take is None or take.ready)
-    )
-    fragment = replace(fragment, asked=(*fragment.asked, *more))
+    fresh = tuple(name for name in live if fragment.accounts[name].take is None)
+    fragment = replace(fragment, asked=(*fragment.asked, *_more(fragment, live)))
     return ask(turn, fragment, fleet, fresh, tick)
+
+
+def _more(fragment: Fragment, live: Iterable[str]) -> tuple[str, ...]:
+    """Return the islands that were not asked as the fragment opened, and have a ready
+    delta or can be asked now."""
+    takes_of = {n: fragment.accounts[n].take for n in live if n not in fragment.asked}
+    return tuple(n for n, take in takes_of.items() if take is None or take.ready)
 
 
 def close_if_due(
@@ -254,19 +256,18 @@ def _book_merge(
 def _extend(
     turn: Turn, fragment: Fragment, fleet: Fleet, in_sight: int, *, hurry: bool
 ) -> Fragment:
-    """Ask newcomers because the asked islands cannot make a quorum, or give the tick
-    up (ready deltas stay pending)."""
-    fresh = tuple(
-        name
-        for name, account in sorted(fragment.accounts.items())
-        if fleet.is_live(name) and name not in fragment.asked and account.take is None
-    )
-    if hurry or fragment.final or in_sight + len(fresh) < turn.config.quorum:
+    """Ask newcomers, and count pending deltas, because the asked islands cannot make a
+    quorum; or give the tick up (ready deltas stay pending)."""
+    names = sorted({*fragment.accounts} - {*fleet.quarantined})
+    more = _more(fragment, filter(fleet.is_live, names))
+    if hurry or fragment.final or in_sight + len(more) < turn.config.quorum:
         skip(turn, fragment, fragment.tick, "quorum is out of reach")
         phase = FRAGMENT.move(fragment.phase, "give up")
         return replace(fragment, phase=phase, asked=())
-    fragment = replace(fragment, asked=(*fragment.asked, *fresh))
-    return ask(turn, fragment, fleet, fresh, fragment.tick)
+    fresh = tuple(name for name in more if fragment.accounts[name].take is None)
+    fragment = replace(fragment, asked=(*fragment.asked, *more))
+    fragment = ask(turn, fragment, fleet, fresh, fragment.tick)
+    return close_if_due(turn, fragment, fleet)
 
 
 def _close(turn: Turn, fragment: Fragment, fleet: Fleet) -> Fragment:

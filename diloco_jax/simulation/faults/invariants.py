@@ -74,8 +74,9 @@ INVARIANTS = {
     "kept": "An island adopts no version beside a delta that is in that version.",
     "deltas": "Deltas and their merges hold exactly the steps and versions of books.",
     "quorum": "K deltas of islands that a tick asked, and have not ended, enter a "
-    "merge, unless the tick could not ask K, or found the fragment open a cycle later, "
-    "or is one of the flush, whose last merge of a fragment needs none.",
+    "merge, unless fewer than K that it first asked could answer for a while, or it "
+    "found the fragment open a cycle later, or is one of the flush, whose last merge "
+    "of a fragment needs none.",
     "recorded": "An island's records up to its take are on the tape before the merge.",
     "fenced": "Nothing is merged that comes from an incarnation after its end, but for "
     "deltas that are on the record of its end, and no lower one joins after a higher.",
@@ -168,9 +169,11 @@ class Monitor(Facts):
         self._asked: dict[int, set[str]] = {}
         """Islands that a tick asked."""
         self._asked_first: dict[int, tuple[State, set[str]]] = {}
-        """Those that were asked as a tick began, in a step that led to this state."""
+        """Those that were asked as a tick began, in a step that led to this state, and
+        whose deltas were not refused."""
         self._late: set[int] = set()
-        """Ticks whose fragments were open for a cycle, and those of the flush."""
+        """Ticks whose fragments were open for a cycle, those of which too few first
+        asked could answer for a while, and those of the flush."""
         self._held: set[DeltaKey] = set()
         self._dead: set[int] = set()
         """Fragments whose worker is dead."""
@@ -195,6 +198,10 @@ class Monitor(Facts):
         """Observe a step of the protocol and its effects; nothing of it is visible
         yet."""
         writes = any(type(effect) is Persist for effect in effects)
+        if state.islands is not self._islands:
+            for one in state.fragments:
+                if one.phase == "open" and one.tick in self._asked:
+                    self._look_at_asked(state, one.tick)
         self._look_at_islands(state, writes=writes)
         if state.fragments is not self._seen:
             seen, self._seen = self._seen, state.fragments
@@ -290,6 +297,7 @@ class Monitor(Facts):
             self.hold("quarantine", not quarantined, "of {}:", c.island, merge)
         here = fragment not in self._away
         self.hold("held", here, "it is lost:", merge)
+        self._look_at_asked(state, tick)
         self._check_quorum(merge, tick, log)
 
     def _check_length(self, c: Contribution, others: Sequence[Contribution]) -> None:
@@ -297,6 +305,13 @@ class Monitor(Facts):
             most = self.config.delta_bound * max(c.steps, *(o.norm for o in others))
             what = "longer than {} beside {}:"
             self.hold("bounds", c.norm <= most, what, most, others, c)
+
+    def _look_at_asked(self, state: State, tick: int) -> None:
+        """Note whether K of those that a tick first asked can still answer."""
+        _, first = self._asked_first.get(tick, (None, set[str]()))
+        able = first.intersection(state.islands.standing.counted)
+        if len(able - self.log.quarantined) < self.config.quorum:
+            self._late.add(tick)
 
     def _check_quorum(self, merge: Merge, tick: int, log: Logged) -> None:
         quorum = self.config.quorum
@@ -306,8 +321,7 @@ class Monitor(Facts):
         self.hold("quorum", enough, what, len(deltas), quorum, merge)
         asked = self._asked.get(tick, set())
         answers = sum(c.island in asked for c in deltas)
-        _, asked_first = self._asked_first.get(tick, (None, ()))
-        late = tick in self._late or len(asked_first) < quorum
+        late = tick in self._late
         what = "{} of those that tick {} asked, {}; quorum is {}:"
         enough = merge.final or late or answers >= quorum
         self.hold("quorum", enough, what, answers, tick, asked, quorum, merge)
@@ -323,6 +337,8 @@ class Monitor(Facts):
 
     def _delta_refused(self, refused: DeltaRefused) -> None:
         key = (refused.island, refused.incarnation, refused.fragment, refused.tick)
+        _, first = self._asked_first.get(refused.tick, (None, set[str]()))
+        first.discard(refused.island)
         if refused.reason in RESTARTS:
             self._refused.add(key)
         delta = self.takes.get(key)

@@ -83,6 +83,16 @@ pending deltas count where fewer than a quorum can be asked
     b.away -> skip 0: quorum is out of reach
     b.back b/0=3 a=4 -> ask 0:b
     b=5 -> merge 0: a 0-2, b 0-3
+pending deltas count once too few of those that were asked can answer
+    pair a b c quorum=2
+    a=2 b=2 a/0=2 b/0=2 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2, b 0-2; publish pending:c
+    a=4 b=4 a/0=4 -> ask 0:ab
+    b.leaves -> drop 0:b; merge 0: a 2-4, c 0-1
+pending deltas count where only one in quarantine can be asked
+    pair a b c
+    a=2 a/0=2 b/0=1 c/0=1 /0 -> ask 0:abc; merge 0: a 0-2; publish pending:bc
+    a.quarantined ->
+    a=4 -> ask 0:a; merge 0: b 0-1, c 0-1
 everyone gone before quorum gives the tick up
     joined a b quorum=2
     a=2 b=2 -> ask 0:ab
