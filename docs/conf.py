@@ -72,6 +72,8 @@ def setup(app):
     site_pages.write_reference(HERE.parent / "reference")
     site_sections.write_sections(HERE / "index.md", HERE.parent / "guide")
     app.connect("source-read", site_sections.divide_index)
+    # After the theme has added what makes the navigation.
+    app.connect("html-page-context", site_sections.name_toggles, priority=900)
     app.connect("autodoc-process-signature", site_pages.short_signature)
     # Before napoleon reads them.
     app.connect("autodoc-process-docstring", site_pages.plain_blocks, priority=400)

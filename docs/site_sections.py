@@ -75,6 +75,19 @@ def divide_index(app: Any, page: str, source: list[str]) -> None:
     source[0] = head + "\n".join([*table, "", _contents(names)])
 
 
+def name_toggles(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give what unfolds a part of the navigation a name that is read aloud."""
+    made = context["generate_toctree_html"]
+
+    def named(*args: Any, **options: Any) -> str:
+        name = '<summary aria-label="pages of this section">'
+        return str(made(*args, **options)).replace("<summary>", name)
+
+    context["generate_toctree_html"] = named
+
+
 def slug(title: str) -> str:
     """Return a title as the name of a file."""
     return re.sub(r"\W+", "-", title.lower()).strip("-")
