@@ -275,7 +275,8 @@ class Comparison:
             return row.found(text, note="nothing: a CPU stands for the slice")
         if assumed and seconds > SLACK * assumed:
             times = f"{seconds / assumed:.2g} times as long as planned"
-            return row.found(text, f"{times}: chips that throttle, or a high --share")
+            why = "chips that throttle, a high --share, or memory that bounds it"
+            return row.found(text, f"{times}: {why} (a plan that compiles says so)")
         fast = assumed and seconds < assumed / SLACK
         note = "links and disk have more to carry: plan with it" if fast else "nothing"
         return row.found(text, note=note)

@@ -43,6 +43,7 @@ from diloco_jax.hardware.machines import (
 from diloco_jax.launch import command
 from diloco_jax.launch.command import RehearseOptions
 from diloco_jax.launch.findings import NOT_TRIED, Comparison, Tried, as_markdown
+from diloco_jax.launch.spec import resource_name
 from diloco_jax.launch.submit import CommandError
 from diloco_jax.launch.tpu_vm import DISK
 from diloco_jax.observability.tape import TapeError
@@ -127,9 +128,10 @@ def run(
     named = f"{path} --launch.name {_name(config, path)} --workdir {workdir}"
     over, drive, left = "", None, "nothing was started"
     records = Path(absolute(options.records or str(workdir)))
+    to_type: list[str] = []
     if options.on == "tpu_vm":
-        over = "TPU VMs have no engine: what to type stands below"
-        left = LISTS.replace("CONFIG", named)
+        over = "TPU VMs have no engine: type what stands below, line by line"
+        left, to_type = LISTS, _to_type(config, path, named, limit_s)
     elif not options.records:
         ours = _rehearsed(config, plan, path, limit_s, str(workdir))
         engine: Here | Launched = Here(LocalCluster(ours, workdir, launcher))
@@ -164,14 +166,8 @@ def run(
         say(console, f"What is left: {left}")
         raise ConfigError(f"--records {records}: {error}") from error
     rows, kept = judge.findings(), judge.measurements()
-    if options.on == "tpu_vm":
-        line = BY_HAND.replace("CONFIG", named).replace("ONCE_MORE", path)
-        rows = [
-            dataclasses.replace(row, follows=f"type `{KILL.get(row.cause, line)}`")
-            for row in rows
-        ]
     by = "" if options.on else ", by the speed of these CPUs, not of slices"
-    _tell(rows, kept, over, left, path, workdir, console, by)
+    _tell(rows, kept, over, left, to_type, path, workdir, console, by)
     if options.json:
         told = {"findings": list(map(dataclasses.asdict, rows)), "over": over}
         print(json.dumps({**told, "measured": msgspec.to_builtins(kept)}))
@@ -184,13 +180,15 @@ def _tell(
     kept: Measurements,
     over: str,
     left: str,
+    to_type: Sequence[str],
     path: str,
     workdir: Path,
     console: Console,
     by: str,
 ) -> None:
-    """Write the page and the file for `diloco plan`, and print them for people. by:
-    whose speeds these are, if not those of slices."""
+    """Write the page and the file for `diloco plan`, and print them for people.
+    to_type: lines that make the rows. by: whose speeds these are, if not those of
+    slices."""
     tried = sum(row.measured != NOT_TRIED for row in rows)
     wrong = sum(row.deviates for row in rows)
     head = f"{tried} of {len(rows)} rows were tried, {wrong} deviate."
@@ -198,8 +196,12 @@ def _tell(
         head += f"\n\nIt ended early: {over}"
     tail = f"What is left: {left}"
     measured = f"`diloco plan {path} --measured {workdir / REHEARSED}`{by}"
-    parts = (f"# Rehearsal of {path}", head, as_markdown(rows), measured, tail)
+    parts = [f"# Rehearsal of {path}", head, as_markdown(rows), measured, tail]
+    if to_type:
+        parts[2:2] = ["\n".join(("```bash", *to_type, "```"))]
     say(console, head)
+    for line in to_type:
+        say(console, line)
     for row in rows:
         follows = "" if row.follows == "nothing" else f": {row.follows}"
         say(console, f"{row}: assumed {row.assumed}, measured {row.measured}{follows}")
@@ -247,7 +249,10 @@ def _stop_loss(
     ends = f"it ends after {limit_s / 60:.3g} minutes"
     if options.on is None:
         return limit_s, f"processes of this machine, nothing is paid; {ends}", None
-    ends += "; what deletes machines then is awaited"
+    if options.on == "tpu_vm":
+        ends = f"machines of the lines to type end after {limit_s / 60:.3g} minutes"
+    else:
+        ends += "; what deletes machines then is awaited"
     if not per_hour:
         return limit_s, f"price per hour: unknown, give --price; {ends}", None
     most = f"at most {each_s * limit_s:.2f} by then"
@@ -352,21 +357,34 @@ def _name(config: Config, path: str) -> str:
 
 LISTS = (
     "nobody can know: `gcloud compute tpus queued-resources list` and `gcloud compute "
-    "instances list` show it, `diloco launch CONFIG --on tpu_vm --action delete` "
-    "deletes it"
+    "instances list` show it, and the last line to type deletes it"
 )
-BY_HAND = (
-    f"diloco launch CONFIG --on tpu_vm --rehearse; later: gcloud compute ssh "
-    f"COORDINATOR --command='sudo tar -C {DISK} -c run' > run.tar; tar -xf run.tar; "
-    f"diloco rehearse ONCE_MORE --records run"
-)
-"""Lines for TPU VMs. They have no pipe, which ends a cell of the page's table."""
-AGAIN = "sudo docker kill diloco"
-KILL = {
-    "return": f"gcloud compute tpus tpu-vm ssh SLICE --command='{AGAIN}'",
-    "restart": f"gcloud compute ssh COORDINATOR --command='{AGAIN}'",
-}
-"""The same for the kills, by the rows' causes."""
+
+
+def _to_type(config: Config, path: str, named: str, limit_s: float) -> list[str]:
+    """Return the lines that rehearse on TPU VMs, in their order: the launch, whose
+    machines end after `limit_s`, a kill each, and what brings and judges the
+    records."""
+    launch, name = config.launch, _name(config, path)
+    hours = math.floor(min(limit_s / 3600, launch.max_hours or math.inf) * 1000) / 1000
+    lead = resource_name(name, COORDINATOR)
+    project = f"--project={launch.project}"
+    ssh = f"gcloud compute ssh {lead} --zone={launch.coordinator_zone} {project}"
+    kill = "--command='sudo docker kill diloco'"
+    island = next(iter(config.islands))
+    of = f"{resource_name(name, island)} --zone={launch.zones.get(island, '')}"
+    return [
+        f"diloco launch {named} --on tpu_vm --rehearse --launch.max-hours={hours:g}",
+        "# Once all islands train: the kill and the return of an island, of the lead.",
+        f"gcloud compute tpus queued-resources ssh {of} --node=all --worker=all "
+        f"{project} {kill}",
+        f"{ssh} {kill}",
+        "# Some minutes later.",
+        f"{ssh} --command='sudo tar -C {DISK} -c run' > run.tar",
+        "tar -xf run.tar",
+        f"diloco rehearse {path} --records run",
+        f"diloco launch {named} --on tpu_vm --action delete",
+    ]
 
 
 # ---- engines ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ and price go by the step that was measured, or by the share of peak that is expe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -395,7 +396,7 @@ def expected_step(
     compiled: IslandPlan | None = None,
 ) -> tuple[float, str]:
     """Return the seconds that an island's step is expected to take, and where that is
-    from: a measured step, or a measured or expected share of peak."""
+    from: a measured step, a measured or expected share of peak, or what bounds it."""
     island = config.islands[name]
     if step := measured.step_seconds.get(name):
         return max(step.value, island.step_seconds), "measured"
@@ -405,6 +406,8 @@ def expected_step(
     seconds = step_seconds_of(config, name, compiled, share)
     if seconds == island.step_seconds:
         where = f"islands.{name}.step_seconds"
+    elif compiled and seconds == step_seconds_of(config, name, compiled, math.inf):
+        where = f"at best, bound by {compiled.roofline.binding}"
     return seconds, where
 
 

@@ -124,7 +124,7 @@ def _name_events(axes: Axes, history: History) -> None:
     middle = LINES["coordinator"]
     places = (
         (take["time"], LINES["fast"], "taken at a step's end,\nand sent", (4, 9)),
-        (merge["time"], middle, "merged once a quorum\nhas arrived", (10, -34)),
+        (merge["time"], middle, "merged once a quorum\nhas arrived", (-170, -34)),
         (adoption["time"], LINES["fast"], "adopted at a step's end", (6, 10)),
     )
     for time, height, text, offset in places:

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,6 +167,10 @@ def test_a_disk_without_room_lets_islands_come_again(tmp_path, monkeypatch):
 
     free = shutil.disk_usage(tmp_path).free
     assert put(Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free // 2)), start(), 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert put(Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free - 100)), start(), 1)
+    with pytest.raises(Busy, match="are for the record log and snapshots"):
+        Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=free - 99)).begin(start())
     with pytest.raises(Busy, match="are for the record log and snapshots"):
         Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=2 * free)).begin(start())
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -202,6 +207,29 @@ def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to():
     new = inbox.begin(start())
     assert not inbox.end(start(), old), "its bytes are not where the new ones are"
     assert inbox.end(start(), new)
+    inbox.drop(KEY)
+    assert not inbox.end(start(), new), "nobody waits for it any more"
+    inbox.reopen(start())
+
+
+def test_what_others_have_begun_stays_as_a_delta_begins():
+    inbox = Inbox(LAYOUTS, Rooms(1000))
+    assert not put(inbox, start(0, 60, tick=6), 1)
+    assert not put(inbox, start(0, 60, island="b", tick=6), 1)
+    assert not put(inbox, start(0, 60, island="b"), 2), "its tick 6 is over"
+    assert put(inbox, start(60, 40, tick=6), 1)
+    assert not put(inbox, start(60, 40, island="b", tick=6), 1)
+
+
+def test_the_squares_of_a_delta_are_kept_as_long_as_it_is_here():
+    inbox = Inbox(LAYOUTS, Rooms(1000))
+    assert put(inbox, start(), 1)
+    inbox.checked(KEY, ((1.0, 2.0),))
+    assert inbox.squares(KEY) == ((1.0, 2.0),)
+    inbox.drop(KEY)
+    inbox.checked(KEY, ((3.0,),))
+    with pytest.raises(KeyError):
+        inbox.squares(KEY)
 
 
 def test_a_new_incarnation_frees_what_the_old_one_sent_but_did_not_leave_behind():
@@ -212,6 +240,8 @@ def test_a_new_incarnation_frees_what_the_old_one_sent_but_did_not_leave_behind(
     with pytest.raises(KeyError):
         inbox.payload(DeltaKey("a", 1, 0, 1))
     assert (inbox.payload(DeltaKey("a", 1, 0, 2)) == 1).all()
+    assert (inbox.payload(DeltaKey("b", 1, 0, 7)) == 2).all()
+    inbox.drop_island("b", before=1)
     assert (inbox.payload(DeltaKey("b", 1, 0, 7)) == 2).all()
 
 
@@ -260,6 +290,9 @@ def test_a_part_that_has_to_come_again_completes_the_delta_again():
     assert put(inbox, half(RIGHT), 3), "its host alone sends again"
     (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
     assert [(tiles[:, n] == value).all() for n, value in ((0, 1), (1, 3))] == [True] * 2
+    inbox.reopen(half(RIGHT))
+    assert not put(inbox, half(LEFT), 4), "that was here"
+    assert put(inbox, half(RIGHT), 5)
     assert put(inbox, start(), 1)
     inbox.reopen(start())
     assert not put(inbox, start(0, 60), 2)

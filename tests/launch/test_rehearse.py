@@ -262,14 +262,20 @@ def rehearsed(config, options) -> tuple[int, str]:
 
 
 def test_tpu_vms_get_lines_to_type(config, cloud):
-    code, page = rehearsed(config, RehearseOptions(on="tpu_vm"))
+    config = config.replace("launch.max_hours", 3.0)
+    code, page = rehearsed(config, RehearseOptions(on="tpu_vm", max_minutes=40))
     assert code == 1
     workdir = config.placement.workdir
     named = f"two.py --launch.name two-rehearsal --workdir {workdir} --on tpu_vm"
-    assert f"diloco launch {named} --rehearse; later: gcloud compute ssh" in page
-    assert "-c run' > run.tar; tar -xf run.tar; diloco rehearse two.py" in page
-    assert f"diloco launch {named} --action delete" in page
-    assert "a kill, and a return | merged again | not tried | type `gcloud" in page
+    (lines,) = re.findall(r"^```bash\n(.*?)\n```$", page, re.M | re.S)
+    launch, *others, delete = lines.splitlines()
+    assert launch == f"diloco launch {named} --rehearse --launch.max-hours=0.666"
+    assert delete == f"diloco launch {named} --action delete"
+    typed = [line.split()[0] for line in others if line[0] != "#"]
+    assert typed == ["gcloud", "gcloud", "gcloud", "tar", "diloco"]
+    assert "ssh two-rehearsal-coordinator --zone=us-east5-a" in lines
+    assert page.count("docker kill") == 2
+    assert "a kill, and a return | merged again | not tried | nothing |" in page
     assert "What is left: nobody can know" in page
     assert not cloud.things, "nothing was bought"
 

@@ -170,7 +170,7 @@ class Monitor(Facts):
         """Islands that a tick asked."""
         self._asked_first: dict[int, tuple[State, set[str]]] = {}
         """Those that were asked as a tick began, in a step that led to this state, and
-        whose deltas were not refused."""
+        of which no delta was refused since."""
         self._late: set[int] = set()
         """Ticks whose fragments were open for a cycle, those of which too few first
         asked could answer for a while, and those of the flush."""
@@ -236,6 +236,10 @@ class Monitor(Facts):
                 case Note(record=Skipped(fragment=fragment, why="open")):
                     self._late.add(state.fragments[fragment].tick)
                 case Note(record=DeltaRefused() as refused):
+                    # It may be one that the tick, after a restart, knew nothing of.
+                    tick = state.fragments[refused.fragment].tick
+                    if tick in self._asked_first:
+                        self._asked_first[tick][1].discard(refused.island)
                     self._delta_refused(refused)
 
     def _look_at_islands(self, state: State, *, writes: bool) -> None:
@@ -337,8 +341,6 @@ class Monitor(Facts):
 
     def _delta_refused(self, refused: DeltaRefused) -> None:
         key = (refused.island, refused.incarnation, refused.fragment, refused.tick)
-        _, first = self._asked_first.get(refused.tick, (None, set[str]()))
-        first.discard(refused.island)
         if refused.reason in RESTARTS:
             self._refused.add(key)
         delta = self.takes.get(key)
