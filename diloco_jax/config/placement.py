@@ -613,7 +613,7 @@ class Placement:
         "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
         "v5p-a@40:slow4 (its steps), v5p-a@40:starve0.3 (its batches), "
         "v5p-a/1@40:kill (its host 1), coordinator@12:kill or worker-1@12:kill (a step "
-        "is a merge).",
+        "is a merge; kill-prepared: before its commit). More: docs/chaos.md.",
     )
 
     @property

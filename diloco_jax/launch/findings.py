@@ -276,7 +276,7 @@ class Comparison:
         if assumed and seconds > SLACK * assumed:
             times = f"{seconds / assumed:.2g} times as long as planned"
             why = "chips that throttle, a high --share, or memory that bounds it"
-            return row.found(text, f"{times}: {why} (a plan that compiles says so)")
+            return row.found(text, f"{times}: {why}")
         fast = assumed and seconds < assumed / SLACK
         note = "links and disk have more to carry: plan with it" if fast else "nothing"
         return row.found(text, note=note)

@@ -218,8 +218,8 @@ class Failures:
             case "quarantined":
                 failure = self._begin(line["island"], time, "")
                 failure.why = (
-                    f"quarantine: {line['refused']} of its deltas in a row were not "
-                    f"finite or too long"
+                    f"quarantine: {line['refused']} of its deltas in a row were unfit "
+                    f"(not finite, too long, or with wrong counts)"
                 )
                 failure.quarantine = True
             case "released":

@@ -55,17 +55,20 @@ any parameters (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 1
 do not count: they are mapped files, whose pages the system can take back."""
 LINES_PER_MERGE = 1700
 """Bytes of a merge's own lines on tape and in metrics, and of its points of curves."""
-LINES_PER_DELTA = 860
-"""Bytes on the tape of one island's part in a merge: its take, its adoption, the tokens
-of others, the contribution, its direction."""
-LINES_PER_REPORT = 850
+LINES_PER_DELTA = 760
+"""Bytes on the tape of one island's part in a merge: its take, its adoption, the
+contribution, its direction."""
+LINES_PER_STEP = 275
+"""Bytes on the tape of the tokens of others, of which an island writes once a step."""
+LINES_PER_REPORT = 940
 """Bytes in metrics and curves of one report of an island."""
 LINES_PER_SOURCE = 120
 """The same for the loss on one source of a mixture."""
 LINES_PER_LOAD = 42
 """Bytes on tape and in metrics of an expert's load, in a cycle: by three tensors."""
 REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
-"""Seconds between two reports of an island that are written."""
+"""Seconds at least between two reports of an island that are written, one a step at
+most."""
 Owner = Literal["coordinator", "lead", "worker"]
 """A coordinator on one machine, or what of it has a machine of its own."""
 
@@ -246,10 +249,13 @@ def plan_disk(
     loads = model.experts * model.num_layers * (sync.weights_by_use == "rows")
     of_a_merge = LINES_PER_MERGE + islands * LINES_PER_DELTA
     of_a_cycle = fragments * of_a_merge + loads * LINES_PER_LOAD
+    of_a_cycle += islands * sync.cycle * LINES_PER_STEP
     lines = of_merges = math.ceil(cycles * of_a_cycle)
     sources = len(terms.run.data.sources)
     of_a_report = LINES_PER_REPORT + sources * LINES_PER_SOURCE
-    reports = cycles * cycle_s / REPORTS_EVERY_S * islands
+    step_s = cycle_s / sync.cycle
+    report_s = step_s * math.ceil(REPORTS_EVERY_S / step_s)
+    reports = cycles * cycle_s / report_s * islands
     lines += math.ceil(reports * of_a_report)
     snapshots = kept * state + sizes.largest
     every, theta = placement.export_every, 4 * params

@@ -1,6 +1,7 @@
 """Measures outlive incarnations and the coordinator."""
 
 import math
+from types import SimpleNamespace
 
 import engine_support
 import msgspec
@@ -179,6 +180,7 @@ def test_the_time_for_which_the_run_was_stopped_does_not_count(roster):
     assert gone.provisioned_seconds == 10.0, (
         "one that does not come was there till then"
     )
+    assert roster.members["a"].last_sign == 2010.0
     roster.hello(hello(2), 2025.0)
     roster.report("a", measures(5, 2030.0, 2040.0), (), 2040.0)
     member, measure = roster.members["a"], roster.measure("a", 0, 0, 2040.0)
@@ -208,6 +210,13 @@ def test_time_before_the_coordinator_lost_its_state_does_not_count():
     assert measure.provisioned_seconds == 10.0 + 40 * 0.5
     assert roster.measure("a", 0, 0, 110.0, 3600).provisioned_seconds == 10.0 + 4 * 0.5
     assert measure.active == ((100.0, 110.0),)
+
+
+def test_tokens_from_before_the_roster_began_are_in_no_measure(roster):
+    two_lives(roster)
+    roster.before = {"a": SimpleNamespace(computed=700, merged=600)}
+    measure = roster.measure("a", 1000, 900, 1040.0)
+    assert (measure.computed_tokens, measure.merged_tokens) == (300, 300)
 
 
 def test_sums_over_many_incarnations_stay_numbers_that_the_file_holds(roster):

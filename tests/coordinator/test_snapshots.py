@@ -157,6 +157,19 @@ def test_a_new_term_leaves_nothing_of_the_old_one(opened, store, folder):
     assert versions(folder, 0) == [Version()]
 
 
+def test_the_last_state_is_on_the_disk_and_the_log_before_the_oldest_is_gone(
+    opened_states, state
+):
+    numbers, gone = iter(range(1, 9)), []
+    log = SimpleNamespace(rotate=lambda: next(numbers), forget=gone.append)
+    states = opened_states("r")
+    for number in range(1, 5):
+        states.write_last(state, log)
+        assert opened_states("r").newest() == number
+    kept = PLACEMENT.snapshots_kept
+    assert gone == [max(1, number - kept + 1) for number in range(1, 5)]
+
+
 def test_it_says_how_far_its_parameters_have_come(opened_states, state, folder):
     fragment = msgspec.structs.replace(state.fragments[0], merges=7)
     state = msgspec.structs.replace(

@@ -187,8 +187,12 @@ def test_disk(case):
     cycles = config.run.total_tokens / sync.steps_per_cycle
     cycles /= sum(i.batch_size for i in config.islands.values())
     cycles /= config.run.sequence_length
-    lines = cycles * sync.fragments * (1700 + 860 * islands)
-    lines += cycles * cycle * islands * 850
+    lines = cycles * sync.fragments * (1700 + 760 * islands)
+    # The tokens of others at every step; a report at the first step a second later.
+    step_s = cycle / sync.steps_per_cycle
+    reports_a_step = 1 / math.ceil(1 / step_s)
+    steps = cycles * sync.steps_per_cycle * islands
+    lines += steps * (275 + 940 * reports_a_step)
     log = (placement.snapshots_kept - 0.5) * rounds * publish
     snapshots = state * (placement.snapshots_kept + max(sizes) / sum(sizes))
     assert disk.expected == pytest.approx(snapshots + log + lines, rel=0.02)

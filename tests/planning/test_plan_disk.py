@@ -179,25 +179,29 @@ def directions(islands):
     return (0.3353194659715229,) * islands if islands > 2 else ()
 
 
+def fact_of(kind):
+    """An island's line on the tape."""
+    fact = Record(
+        seq=300_000,
+        kind=kind,
+        step=100_096,
+        fragment=47,
+        tick=51_000,
+        version=Version(1, 1001),
+        start=100_000,
+        value=250_000_000_000,
+    )
+    return records.Fact(**ISLAND, record=fact)
+
+
 def lines_of_merge(islands):
     """The lines on the tape that one merge leaves, with its islands' facts."""
     common = {"fragment": 47, "version": Version(1, 1001)}
     yield records.Tick(
         tick=51_000, fragment=47, asked=("v5p-a",) * islands, final=False
     )
-    for kind in ("took", "adopted", "progress"):
-        fact = Record(
-            seq=300_000,
-            kind=kind,
-            step=100_096,
-            fragment=47,
-            tick=51_000,
-            version=Version(1, 1001),
-            start=100_000,
-            value=250_000_000_000,
-        )
-        for _ in range(islands):
-            yield records.Fact(**ISLAND, record=fact)
+    for kind in ("took", "adopted"):
+        yield from (fact_of(kind),) * islands
     yield records.Merged(
         **common,
         tick=51_000,
@@ -233,6 +237,9 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
                 "seconds": 0.008956749000049058,
             }
         )
+    cycles = merges / FRAGMENTS
+    for _ in range(round(cycles * RUN.sync.cycle * islands)):
+        tape.append(journal.dated(fact_of("progress")))
     for _ in range(reports * islands):
         metrics.append(
             {
@@ -243,14 +250,17 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
                 **{"eval_loss": None, "learning_rate": 0.0006012713003641744},
                 "median_step_seconds": 0.4033285509999587,
                 "stalled_seconds": 0.6065373460000956,
-                **{"skipped_steps": 0, "bytes_up": 10**13, "bytes_down": 10**13},
+                **{"data_seconds": 0.0021348509999587, "skipped_steps": 0},
+                **{"tokens_predicted": 1_048_576, "bytes_up": 10**13},
+                **{"bytes_down": 10**13, "microseconds_up": 10**9},
+                "transfers_failed": 0,
             }
         )
     tape.close()
     metrics.close()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     written = sum(file.stat().st_size for file in files)
-    cycles, seconds = merges / FRAGMENTS, reports * coordinator.REPORTS_EVERY_S
+    seconds = reports * coordinator.REPORTS_EVERY_S
     mixed = dataclasses.replace(RUN, data=data)
     plan = planned(Placement(), seconds / cycles, cycles, islands, mixed)
     assert plan.lines == pytest.approx(written, rel=0.08)
