@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import html
 import math
+import sys
 import textwrap
 import types
 import typing
@@ -114,7 +115,9 @@ def explained(section: Section) -> Section:
     dataclass, where `help(SyncConfig)` and a notebook look for them."""
     lines = [str(section.__doc__).rstrip(), "", "    Attributes:"]
     for field in dataclasses.fields(section):
-        facts = [str(field.type)]
+        kind = vars(sys.modules[section.__module__]).get(str(field.type))
+        choices = ", ".join(map(repr, _choices(kind)))
+        facts = [f"one of {choices}" if choices else str(field.type)]
         default = field.default
         if default is not dataclasses.MISSING and not dataclasses.is_dataclass(default):
             facts.append(f"default {default!r}")

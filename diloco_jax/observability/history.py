@@ -293,7 +293,7 @@ def plot_losses(
     """
     if over not in (columns := {"tokens": "tokens", "seconds": "time"}):
         raise ConfigError(f"over = {over!r}; choose from {', '.join(columns)}")
-    column, ends, ending = columns[over], dict[str, float](), ""
+    column, ends, ending, highest = columns[over], dict[str, float](), "", -np.inf
     if not isinstance(histories, Mapping) or not histories:
         raise ConfigError(
             f"histories is {'an empty' if histories == {} else 'a'} "
@@ -337,11 +337,18 @@ def plot_losses(
             if flushed:
                 axes.plot(x[-2:], y[-2:], ls=":", **looks)
                 ending = "; dotted: the flush"
+            # The fall of the first tenth would hide what comes after.
+            highest = max(highest, y[len(y) // 10])
         ends[label] = float(np.mean([run.evaluations["loss"][-1] for run in runs]))
     axes.legend(frameon=False, labelcolor=INK, loc="upper right")
+    axes.set_ylim(top=highest + 0.02 * abs(highest))
     best = min(ends, key=ends.__getitem__)
     found = f"{best} ends lowest{ending}"
-    say(axes, title or found, over, "validation loss, nats per token")
+    virtual = over == "seconds" and not any(
+        r.recorded for own in each.values() for r in own
+    )
+    x_name = f"virtual {over}" if virtual else over
+    say(axes, title or found, x_name, "validation loss, nats per token")
     return axes
 
 
@@ -567,8 +574,9 @@ def _number(value: float | None) -> float:
 
 BLUE, GREEN, ORANGE, PINK, SKY = "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 INK, GREY, PAPER = "#222222", "#999999", "#ffffff"
-LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PINK, ":"), (SKY, "-"))
-"""Colour and style of the first line, the second one and so on."""
+LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PINK, (0, (6, 1))), (SKY, "-"))
+"""Colour and style of the first line, the second one and so on; no dots, which mean the
+flush where losses are drawn."""
 MARKS = {
     "takes": ("^", ORANGE, -0.13, "take"),
     "adoptions": ("v", BLUE, 0.13, "adoption"),

@@ -84,15 +84,24 @@ class Sweep:
         title: str | None = None,
         axes: Axes | None = None,
     ) -> Axes:
-        """Draw the merged model's validation loss; as `plot_losses`, but titled by the
-        table's losses."""
+        """Draw the merged model's validation loss; as `plot_losses`, but titled by what
+        the table tells apart from the first setting."""
         histories = {
             label: [run.history for run in runs] for label, runs in self.runs.items()
         }
         if title is None:
-            table = self.table()
-            best = table.loss.idxmin()
-            title = f"{best} ends lowest, at {table.loss[best]:.3f} on the whole split"
+            table, (first, *others) = self.table(), self.runs
+            over_first = table.over_first
+            apart = [n for n in others if abs(over_first[n]) > table.half[n]]
+            told = [
+                f"{n} ends {abs(over_first[n]):.1f} % "
+                f"{'above' if over_first[n] > 0 else 'below'} {first}"
+                for n in apart
+            ]
+            seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
+            none = f"{seeds}: no setting ends apart from {first}"
+            ends = f"{first} ends at {table.loss[first]:.3f}"
+            title = "; ".join(told) or (none if others else ends)
             title += "; dotted: the flush"
         return plot_losses(histories, over=over, title=title, axes=axes)
 

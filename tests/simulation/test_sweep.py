@@ -11,7 +11,14 @@ import pytest
 from emulate_support import make_config
 from scipy import stats
 
-from diloco_jax import ConfigError, EmulationOptions, LocalCluster, emulate, sweep
+from diloco_jax import (
+    ConfigError,
+    EmulationOptions,
+    LocalCluster,
+    Sweep,
+    emulate,
+    sweep,
+)
 from diloco_jax.core.merging import MEAN
 from diloco_jax.observability.history import plot_losses
 
@@ -92,8 +99,31 @@ def test_a_plot_has_a_line_of_each_run_and_a_colour_of_each_setting(found):
         judged = list(found.runs["K = 2"][1].history.evaluations[column])
         assert [*before, ending[-1]] == judged
         assert list(ending) == judged[-2:]
-        title = axes.get_title(loc="left")
-        assert title.startswith(f"{found.table().loss.idxmin()} ends lowest, at ")
+        assert (
+            axes.get_xlabel()
+            == {"tokens": "tokens", "seconds": "virtual seconds"}[over]
+        )
+
+
+@pytest.mark.parametrize(
+    ("over_first", "half", "title"),
+    [
+        (-1.6, 3.1, "2 seeds: no setting ends apart from {}"),
+        (-1.6, float("nan"), "2 seeds: no setting ends apart from {}"),
+        (-1.6, 0.4, "{} ends 1.6 % below {}"),
+        (2.0, 0.4, "{} ends 2.0 % above {}"),
+    ],
+)
+def test_a_plot_is_titled_by_what_is_no_chance(
+    found, monkeypatch, over_first, half, title
+):
+    first, second = SETTINGS
+    table = found.table()
+    table.loc[second, ["over_first", "half"]] = over_first, half
+    monkeypatch.setattr(Sweep, "table", lambda _: table)
+    names = (second, first)[-title.count("{}") :]
+    shown = found.plot_loss().get_title(loc="left")
+    assert shown == f"{title.format(*names)}; dotted: the flush"
 
 
 def test_what_cannot_be_drawn_says_why(found):
