@@ -221,7 +221,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         if isinstance(value, str) and typing.get_origin(hint) is tuple:
             meant = f"; write ({value!r},), which is a tuple of one"
         elif hint is str:
-            meant = "; write it as text, an object of yours as 'file.py:name'"
+            meant = (
+                "; write it as text, an object of yours as 'file.py:name', or in a "
+                "notebook as '__main__:name'"
+            )
         raise ConfigError(f"{name} = {value!r}: {error}{meant}") from error
 
 

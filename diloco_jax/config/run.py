@@ -385,7 +385,10 @@ class SyncConfig:
         "or 1 in a short cycle that was chosen.",
     )
     quorum: int = setting(
-        1, AT_LEAST_1, help="K: deltas without which a fragment is not merged."
+        1,
+        AT_LEAST_1,
+        help="K: deltas without which a fragment is not merged; a cycle is H steps of "
+        "the K-th fastest island.",
     )
     grace: float = setting(
         0.8,

@@ -82,7 +82,8 @@ def _find(family: Family[Any], name: str) -> Any:
         return load(family.otherwise)(name)
     raise ValueError(
         f"no {family.kind} {name!r}{suggest(name, family.table)}; choose from "
-        f"{', '.join(family.table)}, or name your own as 'path/to/file.py:name'"
+        f"{', '.join(family.table)}, or name your own as 'path/to/file.py:name', or "
+        f"of a notebook, to emulate it, as '__main__:name'"
     )
 
 

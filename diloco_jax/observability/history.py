@@ -239,7 +239,8 @@ class History:
         found = steps.loss[np.isfinite(steps.loss)]
         if title is None and len(found):
             last = found.iloc[-1] if final is None else final
-            seconds = f"{steps.time.max():,.0f} {_clock(self).split(' since')[0]}"
+            took_s = steps.time.max() - (steps.time.min() if parent else 0.0)
+            seconds = f"{took_s:,.0f} {_clock(self).split(' since')[0]}"
             title = (
                 f"The loss falls from {found.iloc[0]:.2f} to {last:.2f} in {seconds}"
             )
@@ -280,8 +281,9 @@ def plot_losses(
     Args:
       histories: by label; several of one label, such as seeds, have one colour.
       over: the tokens that a run has made or, for recorded ones too, its seconds.
-      title: None = which label ends lowest, by the mean of its runs. What the
-        flush changes is dotted.
+      title: None = which label ends lowest, by the mean of its runs; a recorded run
+        has its losses of other validation batches than an emulated one, so neither is
+        named where both are drawn. What the flush changes is dotted.
       axes: where to draw; None = a figure of its own.
 
     Returns:
@@ -344,6 +346,8 @@ def plot_losses(
     axes.set_ylim(top=highest + 0.02 * abs(highest))
     best = min(ends, key=ends.__getitem__)
     found = f"{best} ends lowest{ending}"
+    if len({run.recorded for own in each.values() for run in own}) > 1:
+        found = "recorded and emulated losses, of unlike batches"
     virtual = over == "seconds" and not any(
         r.recorded for own in each.values() for r in own
     )

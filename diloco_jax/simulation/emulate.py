@@ -106,6 +106,8 @@ class EmulatedWorld(World):
         """Rows of the history."""
         self._settings, self._options, self._bytes_up = config, options, bytes_up
         self._evaluate_at_tokens = options.evaluate_every_tokens
+        self._evaluated = False
+        """Whether the last merge's parameters were evaluated."""
         self._in_vain = self._progress_tokens = 0
         placement = config.placement
         self._faults = parse_faults(placement.faults, config.islands).faults
@@ -181,10 +183,21 @@ class EmulatedWorld(World):
                 *found,
             )
         )
-        if merge.final or not every or tokens < self._evaluate_at_tokens:
-            return False  # What the flush leaves is evaluated at the end.
-        self._evaluate_at_tokens = tokens - tokens % every + every
-        return True
+        # What the flush leaves is evaluated at the end.
+        due = not merge.final and every > 0 and self._evaluate_at_tokens <= tokens
+        if due:
+            self._evaluate_at_tokens = tokens - tokens % every + every
+        self._evaluated = due
+        return due
+
+    def flushes(self, merge: Merge) -> bool:
+        """Tell if this merge is the first of the flush, and what it finds is to be
+        evaluated, and was not."""
+        every, merges = self._options.evaluate_every_tokens, self.merges
+        if not (merge.final and every and merges) or self._evaluated:
+            return False
+        _, _, _, _, flushed, *_ = merges[-1]
+        return not flushed
 
     def status(self) -> dict[str, Any]:
         """Return the status of the run, as in `diloco status`."""
@@ -607,18 +620,21 @@ class _Emulator(StoreMerging):
         return super().receive(key, encoded)
 
     def commit(self, fragment: int, version: Version) -> None:
-        merge, merged, digest = self.computed[fragment]
+        (merge, merged, digest), world = self.computed[fragment], self._world
+        if world.flushes(merge):
+            self._evaluate()
         super().commit(fragment, version)
-        world = self._world
         measures = (math.nan if m is None else m for m in merged.measures)
         if world.merged(merge, merged.norm, digest, *measures):
-            now, tokens, *_ = world.merges[-1]
-            self._evaluations.append(
-                (now, tokens, self._judge.loss(self.store.params()))
-            )
+            self._evaluate()
         if time.monotonic() >= self._next_show_s:
             self._show(world.status())
             self._next_show_s = time.monotonic() + SHOW_EVERY_S
+
+    def _evaluate(self) -> None:
+        """Evaluate the parameters of the last merge."""
+        now, tokens, *_ = self._world.merges[-1]
+        self._evaluations.append((now, tokens, self._judge.loss(self.store.params())))
 
 
 class Judge:

@@ -544,6 +544,8 @@ class Lockstep(NoArrays):
 
     def commit(self, fragment: int, version: Version) -> None:
         merge = self._computed.pop(fragment)
+        if self.world.flushes(merge):
+            self.acts.append(Act("evaluate", detail=self.world.merges[-1][:2]))
         evaluates = self.world.merged(merge)
         self.acts.append(Act("merge", fragment, merge))
         if evaluates:

@@ -72,7 +72,7 @@ def test_islands_that_come_after_the_end_are_told(text: Path, tmp_path: Path) ->
         assert codes == [EXIT_DONE]
         assert read_summary(tmp_path)["phase"] == "done"
     finally:
-        service._asked_to_end(15, None)
+        service._interrupted = True  # To be asked twice ends this process.
         service.close()
 
 

@@ -220,7 +220,7 @@ def test_history_says_who_computed_sent_and_adopted_when(text) -> None:
     assert {"contributions.a", "contributions.b", "norm"} <= set(merges.columns)
     assert merges.tokens.is_monotonic_increasing
     assert np.isfinite(history.steps["loss"]).all()
-    assert len(history.evaluations["loss"]) == 3, "two on the way, and the end"
+    assert len(history.evaluations["loss"]) == 4, "two, before the flush, and the end"
     assert result.summary["eval_loss"] < history.evaluations["loss"][0]
     assert result.summary["bytes_up"] > result.summary["bytes_down"] > 0
 

@@ -99,6 +99,10 @@ def test_a_plot_has_a_line_of_each_run_and_a_colour_of_each_setting(found):
         judged = list(found.runs["K = 2"][1].history.evaluations[column])
         assert [*before, ending[-1]] == judged
         assert list(ending) == judged[-2:]
+        # The loss before the flush is that of the last merge before it.
+        merges = found.runs["K = 2"][1].history.merges
+        last = np.flatnonzero(~merges["final"])[-1]
+        assert ending[0] == merges[column][last]
         assert (
             axes.get_xlabel()
             == {"tokens": "tokens", "seconds": "virtual seconds"}[over]
@@ -124,6 +128,13 @@ def test_a_plot_is_titled_by_what_is_no_chance(
     names = (second, first)[-title.count("{}") :]
     shown = found.plot_loss().get_title(loc="left")
     assert shown == f"{title.format(*names)}; dotted: the flush"
+
+
+def test_losses_of_unlike_batches_have_no_winner(found):
+    history = found.runs["K = 1"][0].history
+    both = {"run": dataclasses.replace(history, recorded=True), "fork": history}
+    title = plot_losses(both, over="seconds").get_title(loc="left")
+    assert title == "recorded and emulated losses, of unlike batches"
 
 
 def test_what_cannot_be_drawn_says_why(found):
