@@ -101,7 +101,9 @@ class Sweep:
             seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
             none = f"{seeds}: no setting ends apart from {first}"
             ends = f"{first} ends at {table.loss[first]:.3f}"
-            title = "; ".join(told) or (none if others else ends)
+            some = f"{len(told)} of {len(others)} settings end apart from {first}"
+            named = "; ".join(told) if len(told) < 3 else some
+            title = named or (none if others else ends)
             title += "; dotted: the flush"
         return plot_losses(histories, over=over, title=title, axes=axes)
 
@@ -157,6 +159,11 @@ def sweep(
         options = dataclasses.replace(options, evaluate_every_tokens=every)
     configs = {}
     for label, fields in settings.items():
+        if own := {"seed", "run.seed"} & {*fields}:
+            raise ConfigError(
+                f"setting {label!r} has {own.pop()!r}; give seeds = (...), with which "
+                f"each setting runs"
+            )
         try:
             configs[label] = config.replace(fields)
             for seed in seeds:

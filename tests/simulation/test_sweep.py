@@ -173,6 +173,7 @@ def test_what_cannot_be_drawn_says_why(found):
             "setting 'b': sync.fragments = 10000",
         ),
         ({"a": {}}, [4, 4], "one comes twice"),
+        ({"a": {}, "b": {"seed": 3}}, [0], "setting 'b' has 'seed'; give seeds"),
         ({}, [0], "settings has 0 entries"),
         ({"a": {}}, [], "seeds has 0"),
         ({"a": {}}, 3, r"seeds = 3; give each of them, as in range\(3\)"),
