@@ -191,8 +191,8 @@ class EmulatedWorld(World):
         return due
 
     def flushes(self, merge: Merge) -> bool:
-        """Tell if this merge is the first of the flush, and what it finds is to be
-        evaluated, and was not."""
+        """Tell if this merge begins the flush, and the parameters before it are still
+        to be evaluated."""
         every, merges = self._options.evaluate_every_tokens, self.merges
         if not (merge.final and every and merges) or self._evaluated:
             return False

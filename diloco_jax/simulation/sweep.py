@@ -89,23 +89,26 @@ class Sweep:
         histories = {
             label: [run.history for run in runs] for label, runs in self.runs.items()
         }
-        if title is None:
-            table, (first, *others) = self.table(), self.runs
-            over_first = table.over_first
-            apart = [n for n in others if abs(over_first[n]) > table.half[n]]
-            told = [
-                f"{n} ends {abs(over_first[n]):.1f} % "
-                f"{'above' if over_first[n] > 0 else 'below'} {first}"
-                for n in apart
-            ]
-            seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
-            none = f"{seeds}: no setting ends apart from {first}"
-            ends = f"{first} ends at {table.loss[first]:.3f}"
-            some = f"{len(told)} of {len(others)} settings end apart from {first}"
-            named = "; ".join(told) if len(told) < 3 else some
-            title = named or (none if others else ends)
-            title += "; dotted: the flush"
+        title = title or f"{self._finding()}; dotted: the flush"
         return plot_losses(histories, over=over, title=title, axes=axes)
+
+    def _finding(self) -> str:
+        """Say which settings end apart from the first, by their intervals."""
+        table, (first, *others) = self.table(), self.runs
+        over, count = table.over_first, len(self.seeds)
+        apart = [name for name in others if abs(over[name]) > table.half[name]]
+        if not others:
+            return f"{first} ends at {table.loss[first]:.3f}"
+        if not apart:
+            seeds = f"{count} seed{'s' * (count > 1)}"
+            return f"{seeds}: no setting ends apart from {first}"
+        if len(apart) > 2:
+            return f"{len(apart)} of {len(others)} settings end apart from {first}"
+        ways = (
+            f"{abs(over[n]):.1f} % {'above' if over[n] > 0 else 'below'}" for n in apart
+        )
+        named = zip(apart, ways, strict=True)
+        return "; ".join(f"{name} ends {way} {first}" for name, way in named)
 
     def _repr_html_(self) -> str:
         shown = self.table().round({"loss": 4, "over_first": 2, "half": 2})
